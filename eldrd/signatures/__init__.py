@@ -1,0 +1,1 @@
+"""Expert signatures: geometry, wire frames from the hook, receiver and block cache. Knows nothing of HTTP."""

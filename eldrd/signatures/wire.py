@@ -1,0 +1,140 @@
+"""Frames between the vLLM hook and eldrd: encoding and decoding only, no sockets, no cache.
+
+A message is a ZMQ multipart: a msgpack header (tagged by ``t``, versioned by ``v``) and raw little-endian arrays.
+
+=========  =================  =====================================================================================
+``t``      from               frames after the header
+=========  =================  =====================================================================================
+hello      hook               none; sent on connect, every few seconds, and as the answer to ``who``
+blocks     hook               hashes ``<u8`` [n]; counts ``dtype`` [n, L, E]
+request    hook               hashes of the prompt's full blocks ``<u8`` [blocks]; counts of the tail ``dtype`` [L, E]
+want       eldrd              hashes ``<u8`` [n] that the hook shall send again, as far as it still has them
+who        eldrd              none; the peer is unknown here (eldrd restarted): send hello
+=========  =================  =====================================================================================
+
+A block hash is the low 64 bits of vLLM's block hash, the same integer as in vLLM's KV events.
+The hook's distribution has a codec of its own (it imports nothing of eldrd); golden frames keep both equal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from eldrd.signatures.geometry import Geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+VERSION = 1
+DTYPES = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
+HASH = np.dtype("<u8")
+
+
+class WireError(ValueError):
+    """A frame that does not follow the format; the message says what is wrong with it."""
+
+
+class Hello(msgspec.Struct, tag="hello", tag_field="t", frozen=True):
+    """Who the hook is and what it counts. phase: ``prefill`` or ``decode``."""
+
+    v: int
+    hook: str
+    worker: str
+    phase: str
+    model: str
+    fingerprint: int
+    layers: list[int]
+    experts: int
+    top_k: int
+    block_size: int
+    hash_algo: str
+
+    def geometry(self) -> Geometry:
+        return Geometry(
+            model=self.model,
+            fingerprint=self.fingerprint,
+            layers=tuple(self.layers),
+            experts=self.experts,
+            top_k=self.top_k,
+            block_size=self.block_size,
+            hash_algo=self.hash_algo,
+        )
+
+
+class Blocks(msgspec.Struct, tag="blocks", tag_field="t", frozen=True):
+    """Counts of n complete hash blocks. seq: per-connection message number of the hook; a gap means lost frames."""
+
+    v: int
+    seq: int
+    n: int
+    dtype: str
+
+
+class Request(msgspec.Struct, tag="request", tag_field="t", frozen=True):
+    """One prefilled request. id: the ``eldr_id`` given in kv_transfer_params; tokens: prompt length; blocks: full hash
+    blocks of the prompt; tail: tokens after the last full block; partial: the hook itself could not count all."""
+
+    v: int
+    seq: int
+    id: str
+    tokens: int
+    blocks: int
+    tail: int
+    partial: bool
+    dtype: str
+
+
+class Want(msgspec.Struct, tag="want", tag_field="t", frozen=True):
+    """eldrd lacks n rows."""
+
+    v: int
+    n: int
+
+
+class Who(msgspec.Struct, tag="who", tag_field="t", frozen=True):
+    """eldrd does not know this peer."""
+
+    v: int
+
+
+Header = Hello | Blocks | Request | Want | Who
+_decoder = msgspec.msgpack.Decoder(Header)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(header: Header, *arrays: NDArray[np.generic]) -> list[bytes]:
+    """The multipart message of ``header`` and its arrays, which must already have the dtypes of the format."""
+    return [_encoder.encode(header), *(np.ascontiguousarray(a).tobytes() for a in arrays)]
+
+
+def decode_header(frame: bytes) -> Header:
+    """The header of a message. Raises WireError for anything that is not a version-1 header."""
+    try:
+        header: Header = _decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        raise WireError(f"header: {e}") from None
+    if header.v != VERSION:
+        raise WireError(f"version {header.v}, this side speaks {VERSION}")
+    return header
+
+
+def hashes(frames: Sequence[bytes], n: int) -> NDArray[np.uint64]:
+    """The hashes of a blocks, request or want message: uint64 [n]."""
+    if len(frames) < 2 or len(frames[1]) != n * HASH.itemsize:
+        raise WireError(f"expected {n} hashes")
+    return np.frombuffer(frames[1], HASH)
+
+
+def counts(frames: Sequence[bytes], n: int, dtype: str, geometry: Geometry) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    """The counts of a blocks (n rows) or request (one row) message: uint8 or uint16 [n, L * E]."""
+    dt = DTYPES.get(dtype)
+    if dt is None:
+        raise WireError(f"dtype {dtype!r}, expected one of {sorted(DTYPES)}")
+    if len(frames) < 3 or len(frames[2]) != n * geometry.width * dt.itemsize:
+        raise WireError(f"expected {n} x {geometry.width} counts of {dtype}")
+    return np.frombuffer(frames[2], dt).reshape(n, geometry.width)
