@@ -1,0 +1,102 @@
+"""What a prompt's expert signature really is: the model's own routers, run by transformers in float32. No vLLM here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One prompt's routing. experts: int64 [tokens, L, k]; logits: float32 [tokens, L, E]."""
+
+    experts: NDArray[np.int64]
+    logits: NDArray[np.float32]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """The signature: tokens by (layer, expert), [L, E]."""
+        _, layers, _ = self.experts.shape
+        width = self.logits.shape[2]
+        return np.stack([np.bincount(self.experts[:, i].ravel(), minlength=width) for i in range(layers)])
+
+    @property
+    def gap(self) -> float:
+        """The narrowest difference between the last expert chosen and the first one not chosen, in logits."""
+        k = self.experts.shape[2]
+        ordered = np.sort(self.logits, axis=2)[:, :, ::-1]
+        return float((ordered[:, :, k - 1] - ordered[:, :, k]).min())
+
+    def compare(self, counts: NDArray[np.integer], tie: float = 1e-4) -> Comparison:
+        """Holds ``counts`` [L, E] against the truth; a difference that near ties of the gate explain is told apart.
+
+        tie: the widest logit gap between two experts that float rounding may swap.
+        """
+        difference = counts.astype(np.int64) - self.counts
+        moved = int(np.abs(difference).sum()) // 2
+        balanced = not difference.sum(axis=1).any()
+        explained = sum(self._swaps(layer, difference[layer], tie) for layer in range(len(difference)))
+        return Comparison(exact=not difference.any(), moved=moved, near_tie=balanced and explained >= moved > 0)
+
+    def _swaps(self, layer: int, difference: NDArray[np.int64], tie: float) -> int:
+        """How many of a layer's moved tokens have a swap of two experts closer than ``tie`` to explain them."""
+        left = difference.copy()
+        logits, chosen = self.logits[:, layer], np.zeros(self.logits[:, layer].shape, np.bool_)
+        np.put_along_axis(chosen, self.experts[:, layer], True, axis=1)
+        swaps = 0
+        for token in range(len(logits)):
+            for out in np.flatnonzero(chosen[token] & (left < 0)):
+                near = (~chosen[token]) & (left > 0) & (np.abs(logits[token] - logits[token, out]) < tie)
+                if near.any():
+                    left[out] += 1
+                    left[np.flatnonzero(near)[0]] -= 1
+                    swaps += 1
+        return swaps
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """exact: equal cell for cell; moved: token choices that differ; near_tie: every one of them is a near tie."""
+
+    exact: bool
+    moved: int
+    near_tie: bool
+
+
+class Truth:
+    """The checkpoint in transformers, float32, eager attention: slow, plain, and independent of vLLM."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self._seen: dict[int, tuple[Any, Any]] = {}
+        self.layers = tuple(i for i, layer in enumerate(self._model.model.layers) if hasattr(layer.mlp, "gate"))
+        for i in self.layers:
+            self._model.model.layers[i].mlp.gate.register_forward_hook(self._keep(i))
+
+    def _keep(self, layer: int) -> Any:  # noqa: ANN401 - torch's hook type
+        def keep(_module: object, _inputs: object, output: tuple[Any, Any, Any]) -> None:
+            self._seen[layer] = (output[0], output[2])
+
+        return keep
+
+    def routing(self, tokens: Sequence[int]) -> Routing:
+        """Runs one prompt."""
+        with self._torch.no_grad():
+            self._model(self._torch.tensor([list(tokens)]), use_cache=False)
+        logits = np.stack([self._seen[i][0].float().numpy() for i in self.layers], axis=1)
+        experts = np.stack([self._seen[i][1].long().numpy() for i in self.layers], axis=1)
+        return Routing(experts, logits)
