@@ -1,3 +1,3 @@
-"""The eldrd hook for vLLM: counts, per KV block, the experts a server's tokens are routed to. Imports neither vLLM nor eldrd here."""
+"""The eldrd hook for vLLM: counts the experts of each KV block's tokens. This file imports nothing."""
 
 __version__ = "0.1.0"

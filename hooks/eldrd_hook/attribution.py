@@ -1,8 +1,8 @@
 """Which computed token counts for which (request, KV block), and the counts themselves. NumPy only: no vLLM, no I/O.
 
-Counts belong to (request, position), never to a physical block: vLLM frees, shares and recomputes physical blocks, while
-the block hash names a position's whole history. A block is complete when all its tokens were counted in order; anything
-else (a gap, a lost capture) makes that block bad and the request partial, never wrong.
+Counts belong to (request, position), never to a physical block: vLLM frees, shares and recomputes physical blocks,
+while the block hash names a position's whole history. A block is complete when all its tokens were counted in order;
+anything else (a gap, a lost capture) makes that block bad and the request partial, never wrong.
 """
 
 from __future__ import annotations
@@ -101,10 +101,8 @@ def rows_by_order(
     return found
 
 
-def rows_by_slot(
-    chunks: Sequence[Chunk], slots: NDArray[np.int64], block_size: int
-) -> list[NDArray[np.int64] | None]:
-    """Rows of each chunk's tokens from the step's slot mapping (physical block * block_size + offset a row, -1 padding).
+def rows_by_slot(chunks: Sequence[Chunk], slots: NDArray[np.int64], block_size: int) -> list[NDArray[np.int64] | None]:
+    """Rows of each chunk's tokens from the step's slots (a row's physical block * block_size + offset; -1: padding).
 
     None for a chunk with a token whose slot the step did not write.
     """
@@ -159,7 +157,7 @@ class Attributor:
     def __init__(self, layers: int, experts: int, block_size: int) -> None:
         self.layers, self.experts, self.block_size = layers, experts, block_size
         self.width = layers * experts
-        self.dtype = wire.DTYPES[wire.dtype_for(block_size)]
+        self.dtype: np.dtype[np.unsignedinteger] = wire.DTYPES[wire.dtype_for(block_size)]
         self._prompts: dict[str, _Prompt] = {}
 
     def count(
@@ -203,7 +201,7 @@ class Attributor:
         for chunk, at in zip(chunks, rows, strict=True):
             first = chunk.start // self.block_size
             n = (chunk.stop - 1) // self.block_size - first + 1
-            if ids is None or at is None or at[-1] >= len(ids):
+            if ids is None or at is None or at.max() >= len(ids):
                 found.append((np.zeros((n, self.width), np.int64), np.zeros(n, np.bool_)))
                 continue
             chosen = ids[at].astype(np.int64)

@@ -7,11 +7,11 @@ samples spread over the data. Servers of one model agree whatever their tensor p
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 _SAMPLES = 16
 _SAMPLE = 4096

@@ -7,14 +7,16 @@ the thread. Rows are kept in a bounded LRU, so a daemon that lacks some (it rest
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -121,7 +123,8 @@ class _Link:
     def send(self, message: _Message) -> None:
         if not self.connected:
             return
-        frames = wire.encode(replace_seq(message.header, self._seq), *message.arrays)
+        # The number is the connection's own: a gap tells the daemon that a message was lost on its way.
+        frames = wire.encode(msgspec.structs.replace(message.header, seq=self._seq), *message.arrays)
         self._seq += 1
         if not self._send(frames):
             self.lost += 1
@@ -137,13 +140,6 @@ class _Link:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close()
-
-
-def replace_seq(header: wire.Blocks | wire.Request, seq: int) -> wire.Blocks | wire.Request:
-    """The header with the connection's own message number."""
-    import msgspec
-
-    return msgspec.structs.replace(header, seq=seq)
 
 
 class Pusher:
@@ -214,10 +210,9 @@ class Pusher:
             log.warning("eldrd hook: cannot send as fast as the engine prefills; dropping messages from here on")
 
     def _wake(self) -> None:
-        try:
+        # A full pipe means that the thread has a wake-up waiting already.
+        with contextlib.suppress(BlockingIOError):
             self._wake_out.send(b"\0")
-        except BlockingIOError:
-            pass  # the thread has a wake-up waiting already
 
     def _take(self) -> list[_Message]:
         with self._lock:
@@ -238,7 +233,7 @@ class Pusher:
         complained = False
         while not self._stop:
             try:
-                poller.poll(max(0.0, next_hello - time.monotonic()) * 1000)
+                poller.poll(int(max(0.0, next_hello - time.monotonic()) * 1000) + 1)
                 self._turn(links)
                 if time.monotonic() >= next_hello:
                     next_hello = time.monotonic() + self._hello_seconds
@@ -249,18 +244,17 @@ class Pusher:
                     complained = True
                     log.exception("eldrd hook: sending failed; this is said once")
                 time.sleep(0.1)
-        for link in links:
-            for message in self._take():
+        for message in self._take():
+            for link in links:
                 link.send(message)
+        for link in links:
             link.close()
         context.term()
 
     def _turn(self, links: list[_Link]) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._wake_in.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+                continue
         for link in links:
             link.events()
             for heard in link.receive():

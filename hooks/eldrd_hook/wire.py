@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 HASH = np.dtype("<u8")
-DTYPES = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
+DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
 
 
 class WireError(ValueError):

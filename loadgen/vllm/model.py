@@ -48,7 +48,7 @@ class ModelSpec:
 
 
 def make_model(out: Path, spec: ModelSpec | None = None) -> Path:
-    """Writes the checkpoint and its tokenizer to ``out`` unless they are there already. Needs torch and transformers."""
+    """Writes the checkpoint and its tokenizer to ``out`` unless they are there. Needs torch and transformers."""
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -109,9 +109,9 @@ def _make_tokenizer(out: Path, spec: ModelSpec) -> tuple[int, int]:
     tokenizer.add_tokens([f"<extra_{i}>" for i in range(missing)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        unk_token="<|endoftext|>",
+        eos_token="<|im_end|>",  # noqa: S106
+        pad_token="<|pad|>",  # noqa: S106
+        unk_token="<|endoftext|>",  # noqa: S106
         model_max_length=spec.max_positions,
         clean_up_tokenization_spaces=False,
     )
@@ -120,7 +120,7 @@ def _make_tokenizer(out: Path, spec: ModelSpec) -> tuple[int, int]:
     return fast.convert_tokens_to_ids("<|im_end|>"), fast.convert_tokens_to_ids("<|pad|>")
 
 
-def _set_weights(model: Any, spec: ModelSpec) -> None:  # noqa: ANN401 - transformers has no types here
+def _set_weights(model: Any, spec: ModelSpec) -> None:
     import torch
 
     g = torch.Generator().manual_seed(spec.seed + 1)

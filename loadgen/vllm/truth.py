@@ -87,7 +87,7 @@ class Truth:
         for i in self.layers:
             self._model.model.layers[i].mlp.gate.register_forward_hook(self._keep(i))
 
-    def _keep(self, layer: int) -> Any:  # noqa: ANN401 - torch's hook type
+    def _keep(self, layer: int) -> Any:
         def keep(_module: object, _inputs: object, output: tuple[Any, Any, Any]) -> None:
             self._seen[layer] = (output[0], output[2])
 
