@@ -1,0 +1,106 @@
+"""What operators read: readiness, models, status, open hand-offs. Reads the daemon's state, changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from eldrd import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from eldrd.fleet.table import LoadTable, Pool
+    from eldrd.handoff.ledger import Ledger
+    from eldrd.handoff.snapshot import Snapshot
+    from eldrd.signatures.cache import SignatureCache
+    from eldrd.signatures.receiver import SignatureReceiver
+
+
+class Admin:
+    """Answers of the read-only paths, as objects to be serialised."""
+
+    def __init__(
+        self,
+        current: Callable[[], Snapshot],
+        table: LoadTable,
+        ledger: Ledger,
+        receiver: SignatureReceiver,
+        cache: SignatureCache,
+    ) -> None:
+        self._current = current
+        self._table = table
+        self._ledger = ledger
+        self._receiver = receiver
+        self._cache = cache
+        self._started = time.time()
+        self.draining = False
+
+    def not_ready(self) -> str | None:
+        """Why no request can be served now; None if one can."""
+        snapshot = self._current()
+        if self.draining:
+            return "eldrd is draining."
+        for pool, role in ((snapshot.prefill, "prefill"), (snapshot.decode, "decode")):
+            if not pool.any_usable():
+                return f"No {role} worker is available."
+        return None
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The workers' model cards, one a model name; a name in [[models]] but known to no worker gets a bare one."""
+        snapshot = self._current()
+        cards: dict[str, dict[str, Any]] = {}
+        for worker in (*snapshot.decode.workers, *snapshot.prefill.workers):
+            for card in worker.cards:
+                cards.setdefault(card["id"], card)
+        configured = [model.name for model in snapshot.settings.models]
+        if not configured:
+            return list(cards.values())
+        bare = {"object": "model", "created": int(self._started), "owned_by": "vllm"}
+        return [cards.get(name, {"id": name, **bare}) for name in configured]
+
+    def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": self.cards()}
+
+    def model_names(self) -> tuple[str, ...]:
+        """Names that clients may ask for; empty while nothing is known, which lets the workers judge."""
+        snapshot = self._current()
+        if snapshot.settings.models:
+            return tuple(model.name for model in snapshot.settings.models)
+        return tuple({card["id"]: None for w in (*snapshot.decode.workers, *snapshot.prefill.workers) for card in w.cards})
+
+    def status(self) -> dict[str, Any]:
+        snapshot = self._current()
+        partition = snapshot.partition
+        return {
+            "version": __version__,
+            "uptime_s": round(time.time() - self._started, 1),
+            "generation": snapshot.generation,
+            "ready": self.not_ready() is None,
+            "policy": snapshot.decode_policy.name,
+            "partition": partition and {"workers": list(partition.workers), "fingerprint": f"{partition.fingerprint:016x}"},
+            "prefill": self._workers(snapshot.prefill),
+            "decode": self._workers(snapshot.decode),
+            "handoffs_open": len(self._ledger),
+            "signature_cache": {"rows": len(self._cache), "capacity": self._cache.capacity},
+            "hooks": [{"worker": h.worker, "phase": h.phase, "model": h.model, "hook": h.hook} for h in self._receiver.hooks],
+        }
+
+    def _workers(self, pool: Pool) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": w.name,
+                "url": w.url,
+                "usable": w.usable,
+                "up": w.up,
+                "in_flight": int(self._table.in_flight[w.slot]),
+            }
+            for w in pool.workers
+        ]
+
+    def handoffs(self) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        return {
+            "open": [{"id": h.id, "prefill": h.prefill, "age_s": round(now - h.opened, 3)} for h in self._ledger],
+        }

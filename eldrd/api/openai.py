@@ -1,0 +1,140 @@
+"""The OpenAI paths and what a body may hold: bytes in, an immutable Request out, or a Failure. Sends nothing."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from eldrd.api.errors import bad_request, unknown_model
+from eldrd.fleet.vllm import TRANSFER
+from eldrd.handoff.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+PATHS: Final = (COMPLETIONS, CHAT)
+_PREFIX_BYTES: Final = 1024
+_PASSED_HEADERS: Final = ("traceparent", "tracestate")
+
+
+def parse(path: str, body: bytes, headers: Mapping[str, str], models: Collection[str]) -> Request:
+    """Check a body as far as eldrd needs to understand it; the rest is the worker's to judge. Raises Failure."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise bad_request("The body is not valid JSON.") from None
+    if not isinstance(fields, dict):
+        raise bad_request("The body must be a JSON object.")
+    chat = path == CHAT
+    model = _model(fields, models)
+    stream = _boolean(fields, "stream")
+    if fields.get(TRANSFER) is not None:
+        raise bad_request(f"{TRANSFER} is set by the router and cannot be given.", TRANSFER)
+    prompt = _prompt(fields, chat=chat)
+    _one_answer(fields, prompt, chat=chat)
+    if TRANSFER in fields:
+        del fields[TRANSFER]
+        body = orjson.dumps(fields)
+    options = fields.get("stream_options")
+    limit = fields.get("max_tokens")
+    if chat and fields.get("max_completion_tokens") is not None:
+        limit = fields["max_completion_tokens"]
+    id_ = secrets.token_hex(16)
+    return Request(
+        id=id_,
+        client_id=_client_id(headers) or id_,
+        path=path,
+        chat=chat,
+        body=body,
+        fields=fields,
+        model=model,
+        stream=stream,
+        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        # vLLM's default for /v1/completions without max_tokens is more than one.
+        single_token=limit == 1 and type(limit) is int,
+        prefix=_prefix(prompt),
+        label=headers.get("X-Eldrd-Label"),
+        passed_headers=_passed(headers),
+    )
+
+
+def _model(fields: dict[str, Any], models: Collection[str]) -> str:
+    model = fields.get("model")
+    if model is None:
+        if len(models) == 1:
+            return next(iter(models))
+        raise bad_request("model is missing.", "model")
+    if not isinstance(model, str):
+        raise bad_request("model must be a string.", "model")
+    if models and model not in models:
+        raise unknown_model(model)
+    return model
+
+
+def _boolean(fields: dict[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad_request(f"{name} must be true or false.", name)
+    return bool(value)
+
+
+def _prompt(fields: dict[str, Any], *, chat: bool) -> Any:
+    name = "messages" if chat else "prompt"
+    prompt = fields.get(name)
+    if chat:
+        if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) for m in prompt):
+            raise bad_request("messages must be a list of at least one message object.", name)
+    elif prompt is None or not isinstance(prompt, str | list) or not prompt:
+        raise bad_request("prompt must be a text or a list of token ids, and not empty.", name)
+    return prompt
+
+
+def _one_answer(fields: dict[str, Any], prompt: Any, *, chat: bool) -> None:
+    """A hand-off serves one sequence: what needs several, or the prompt's own logprobs on D, is refused."""
+    for name in ("n", "best_of"):
+        value = fields.get(name)
+        if value is not None and (type(value) is not int or value != 1):
+            raise bad_request(f"{name} other than 1 is not supported across prefill and decode workers.", name)
+    if not chat and isinstance(prompt, list) and not isinstance(prompt[0], int) and len(prompt) > 1:
+        raise bad_request("A list of several prompts is not supported; send one request per prompt.", "prompt")
+    if fields.get("prompt_logprobs") is not None:
+        raise bad_request("prompt_logprobs is not supported across prefill and decode workers.", "prompt_logprobs")
+    if fields.get("echo") and fields.get("logprobs") is not None:
+        raise bad_request("echo with logprobs is not supported across prefill and decode workers.", "echo")
+    if fields.get("use_beam_search"):
+        raise bad_request("Beam search is not supported across prefill and decode workers.", "use_beam_search")
+
+
+def _prefix(prompt: Any) -> bytes:
+    """The first bytes of what the prompt says, equal for prompts that begin alike."""
+    if isinstance(prompt, str):
+        return prompt[:_PREFIX_BYTES].encode("utf-8", "replace")[:_PREFIX_BYTES]
+    if prompt and isinstance(prompt[0], dict):
+        parts: list[bytes] = []
+        length = 0
+        for message in prompt:
+            content = message.get("content")
+            text = content if isinstance(content, str) else orjson.dumps(content)[:_PREFIX_BYTES].decode("utf-8", "ignore")
+            parts.append(f"{message.get('role')}\0{text[:_PREFIX_BYTES]}\0".encode("utf-8", "replace"))
+            length += len(parts[-1])
+            if length >= _PREFIX_BYTES:
+                break
+        return b"".join(parts)[:_PREFIX_BYTES]
+    return orjson.dumps(prompt[: _PREFIX_BYTES // 2])[:_PREFIX_BYTES]
+
+
+def _client_id(headers: Mapping[str, str]) -> str | None:
+    value = headers.get("X-Request-Id")
+    if value is None or len(value) > 200 or not value.isprintable():
+        return None
+    return value
+
+
+def _passed(headers: Mapping[str, str]) -> bytes:
+    """Header lines that go on to the workers: the trace context, nothing else of the client's."""
+    lines = [f"{name}: {headers[name]}\r\n" for name in _PASSED_HEADERS if name in headers]
+    return "".join(lines).encode("latin-1", "replace")

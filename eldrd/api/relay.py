@@ -1,0 +1,123 @@
+"""The client's side of a relay: a worker's bytes go straight to the client's transport. No JSON, no routing.
+
+aiohttp parses requests; for a relayed answer its connection handler is told only when the message is over. What is used
+of aiohttp beyond its documented API is pinned in tests/api/test_relay.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from eldrd.api.errors import error_body
+from eldrd.handoff.failure import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp.abc import AbstractStreamWriter
+
+    from eldrd.fleet.connection import Connection
+    from eldrd.fleet.framing import BodyTracker, Head
+
+
+class RelayHandler(web.RequestHandler):
+    """aiohttp's connection handler, which also passes the client's flow control on to the relay's upstream."""
+
+    __slots__ = ("upstream",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.upstream: Connection | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.upstream is not None:
+            self.upstream.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.upstream is not None:
+            self.upstream.resume()
+
+
+class RelayServer(web.Server):
+    """aiohttp's low-level server with RelayHandler connections."""
+
+    def __call__(self) -> RelayHandler:
+        return RelayHandler(self, loop=self._loop, **self._kwargs)
+
+
+class Relayed(web.StreamResponse):
+    """Tells aiohttp that the answer has been written; ``complete`` is false where the connection must not be kept."""
+
+    def __init__(self, status: int, *, complete: bool) -> None:
+        super().__init__(status=status)
+        self._complete = complete
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        self._eof_sent = True
+        self._keep_alive = request.keep_alive and self._complete
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
+
+
+class ClientPort:
+    """One client request's transport as the lifecycle sees it (handoff.lifecycle.Client)."""
+
+    __slots__ = ("_chunked", "_client_id", "_handler", "_keep_alive", "_stream", "_transport", "_version", "started")
+
+    def __init__(self, request: web.BaseRequest, client_id: str, *, stream: bool) -> None:
+        handler = request.protocol
+        assert isinstance(handler, RelayHandler)
+        assert handler.transport is not None
+        self._handler = handler
+        self._transport: asyncio.Transport = handler.transport
+        self._version = request.version
+        self._keep_alive = request.keep_alive
+        self._client_id = client_id
+        self._stream = stream
+        self._chunked = False
+        self.started = False
+
+    def can_relay(self, tracker: BodyTracker) -> bool:
+        return self._version >= (1, 1) or not tracker.chunked
+
+    def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
+        lines = [b"HTTP/1.1 %d %b" % (head.status, head.reason)]
+        lines += [b"%b: %b" % field for field in headers if field[0] != b"x-request-id"]
+        lines.append(b"x-request-id: " + self._client_id.encode("latin-1", "replace"))
+        length = tracker.length
+        if tracker.chunked:
+            self._chunked = True
+            lines.append(b"transfer-encoding: chunked")
+        elif length is not None:
+            lines.append(b"content-length: %d" % length)
+        if not self._keep_alive or tracker.ends_with_connection:
+            lines.append(b"connection: close")
+        lines.append(b"\r\n")
+        self._transport.write(b"\r\n".join(lines))
+        self.started = True
+        return self._transport.write
+
+    def attach(self, connection: Connection) -> None:
+        self._handler.upstream = connection
+        if self._handler.writing_paused:
+            connection.pause()
+
+    def detach(self) -> None:
+        self._handler.upstream = None
+
+    def fail(self, connection: Connection, message: str) -> None:
+        tracker = connection.tracker
+        if self._chunked and self._stream and tracker is not None and tracker.between_chunks:
+            event = b"data: %b\n\n" % error_body(Failure(502, "BadGatewayError", message, outcome="decode_lost"))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+            self._transport.close()
+        else:
+            # Inside a chunk or a body of declared length only an abrupt end says that it is not whole.
+            self._transport.abort()

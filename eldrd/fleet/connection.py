@@ -1,0 +1,377 @@
+"""HTTP/1.1 to a worker at transport level: connection, exchange, pool. Carries bytes; does not know what they mean."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import ssl as tls
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, parse_head
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# uvicorn, which serves vLLM, closes idle connections after 5 s; ours must be gone before.
+MAX_IDLE_S = 4.0
+
+
+class UpstreamError(ConnectionError):
+    """An exchange failed. phase: connect, first_byte, body; cause: refused, timeout, reset, framing, stalled (the client
+    did not read), too_large; answered: whether any byte of an answer had arrived; stale: a kept connection turned out to
+    be closed, as happens when the worker's idle limit ends it just when it is used again."""
+
+    def __init__(self, phase: str, cause: str, *, answered: bool, stale: bool = False) -> None:
+        super().__init__(f"{phase}: {cause}")
+        self.phase = phase
+        self.cause = cause
+        self.answered = answered
+        self.stale = stale
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a worker, one exchange at a time: ``send``, then ``collect`` or ``relay``, then ``release``.
+
+    pieces: reads so far, for the idle watch. reused: whether an earlier exchange ran on this connection. tail: the last
+    pieces of the body, by reference, for whoever wants the usage at its end.
+    """
+
+    __slots__ = (
+        "_done",
+        "_head",
+        "_held",
+        "_idle_since",
+        "_loop",
+        "_pool",
+        "_reusable",
+        "_sink",
+        "paused",
+        "pieces",
+        "reused",
+        "seen",
+        "seen_at",
+        "tail",
+        "tracker",
+        "transport",
+    )
+
+    def __init__(self, pool: ConnectionPool, loop: asyncio.AbstractEventLoop) -> None:
+        self._pool = pool
+        self._loop = loop
+        self.transport: asyncio.Transport | None = None
+        self.tracker: BodyTracker | None = None
+        self.paused = False
+        self.reused = False
+        self.pieces = 0
+        self.seen = -1
+        self.seen_at = 0.0
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=4)
+        self._idle_since = 0.0
+        self._reusable = False
+        self._held: list[bytes] = []
+        self._sink: Callable[[bytes], object] | None = None
+        self._head: asyncio.Future[Head] | None = None
+        self._done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    async def send(self, parts: Sequence[bytes], timeout_s: float) -> Head:
+        """Write a request and wait for the head of its final answer. Raises UpstreamError(first_byte)."""
+        if self.transport is None or self.transport.is_closing():
+            raise UpstreamError("first_byte", "reset", answered=False, stale=self.reused)
+        self.tracker = None
+        self._reusable = False
+        self._sink = None
+        self._head = self._loop.create_future()
+        self._done = self._loop.create_future()
+        # Looked at only by whoever waits for the end; nobody may.
+        self._done.add_done_callback(_retrieve)
+        timer = self._loop.call_later(timeout_s, self._fail, "timeout")
+        try:
+            self.transport.writelines(parts)
+            return await self._head
+        finally:
+            timer.cancel()
+
+    async def collect(self, limit: int) -> bytes:
+        """The whole body. Raises UpstreamError(body); too_large past ``limit`` bytes."""
+        assert self._done is not None
+        parts: list[bytes] = []
+        total = 0
+
+        def take(data: bytes) -> None:
+            nonlocal total
+            total += len(data)
+            if total > limit:
+                self._fail("too_large")
+            parts.append(data)
+
+        self._attach(take)
+        await self._done
+        body = b"".join(parts)
+        return dechunk(body) if self.tracker is not None and self.tracker.chunked else body
+
+    def relay(self, write: Callable[[bytes], object]) -> asyncio.Future[None]:
+        """Let every byte of the body, framing included, go to ``write`` as it comes; the future ends with the message or
+        fails with UpstreamError(body)."""
+        assert self._done is not None
+        self._attach(write)
+        return self._done
+
+    def _attach(self, sink: Callable[[bytes], object]) -> None:
+        self._sink = sink
+        held, self._held = self._held, []
+        for data in held:
+            sink(data)
+
+    def pause(self) -> None:
+        """Stop reading: whoever takes the bytes cannot take more."""
+        if self.transport is not None and not self.paused:
+            self.paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.paused:
+            self.paused = False
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    def release(self) -> None:
+        """The exchange is over: keep the connection for the next one if the message ended as it should, else close it."""
+        self.resume()
+        self._sink = None
+        self.tail.clear()
+        if self._reusable and self.transport is not None:
+            self.reused = True
+            self._reusable = False
+            self._idle_since = self._loop.time()
+            self._pool.put(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once; the worker sees a disconnect and ends the request."""
+        self._sink = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    def idle_for(self, now: float) -> float:
+        return now - self._idle_since
+
+    def data_received(self, data: bytes) -> None:
+        tracker = self.tracker
+        if tracker is None:
+            self._head_bytes(data)
+            return
+        self.pieces += 1
+        try:
+            end = tracker.feed(data)
+        except FramingError:
+            self._fail("framing")
+            return
+        if end >= 0:
+            self._end(data, end)
+            return
+        self.tail.append(data)
+        sink = self._sink
+        if sink is not None:
+            sink(data)
+        else:
+            self._held.append(data)
+
+    def _end(self, data: bytes, end: int) -> None:
+        done = self._done
+        if done is None or done.done():
+            self.abort()
+            return
+        extra = end < len(data)
+        if extra:
+            data = data[:end]
+        if data:
+            self.tail.append(data)
+            if self._sink is not None:
+                self._sink(data)
+            else:
+                self._held.append(data)
+        # Bytes after the end answer nothing we asked: the connection is out of step.
+        self._reusable = self._reusable and not extra
+        done.set_result(None)
+
+    def _head_bytes(self, data: bytes) -> None:
+        head_future = self._head
+        if head_future is None or head_future.done():
+            self.abort()
+            return
+        if self._held:
+            data = self._held.pop() + data
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(data) > MAX_HEAD:
+                self._fail("framing")
+            else:
+                self._held.append(data)
+            return
+        try:
+            head = parse_head(data[:end])
+            if 100 <= head.status < 200 and head.status != 101:
+                if rest := data[end + 4 :]:
+                    self._head_bytes(rest)
+                return
+            tracker = BodyTracker(head)
+        except FramingError:
+            self._fail("framing")
+            return
+        self.tracker = tracker
+        self._reusable = head.keep_alive and not tracker.ends_with_connection
+        head_future.set_result(head)
+        rest = data[end + 4 :]
+        if rest or tracker.length == 0:
+            self.data_received(rest)
+
+    def _fail(self, cause: str) -> None:
+        head, done = self._head, self._done
+        if head is not None and not head.done():
+            answered = bool(self._held)
+            stale = self.reused and cause == "reset" and not answered
+            if stale:
+                self._pool.close_idle()
+            head.set_exception(UpstreamError("first_byte", cause, answered=answered, stale=stale))
+        elif done is not None and not done.done():
+            done.set_exception(UpstreamError("body", cause, answered=True))
+        self._reusable = False
+        self.abort()
+
+    def stall(self, cause: str) -> None:
+        """End the exchange for want of progress: ``timeout`` (the worker is silent) or ``stalled`` (the client)."""
+        self._fail(cause)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._pool.drop(self)
+        done = self._done
+        if (
+            exc is None
+            and done is not None
+            and not done.done()
+            and self.tracker is not None
+            and self.tracker.ends_with_connection
+        ):
+            done.set_result(None)
+            return
+        self._fail("reset")
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def dechunk(data: bytes) -> bytes:
+    """The payload of a complete chunked body."""
+    parts = []
+    pos = 0
+    while True:
+        line = data.index(b"\r\n", pos)
+        size = int(data[pos:line].split(b";")[0], 16)
+        if size == 0:
+            return b"".join(parts)
+        parts.append(data[line + 2 : line + 2 + size])
+        pos = line + 4 + size
+
+
+class ConnectionPool:
+    """The connections to one worker. Idle ones are used newest first and closed after MAX_IDLE_S."""
+
+    def __init__(self, url: str, connect_timeout_s: float) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self.url = url
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.netloc = parts.netloc.encode()
+        self.connect_timeout_s = connect_timeout_s
+        self._tls = tls.create_default_context() if parts.scheme == "https" else None
+        self._idle: collections.deque[Connection] = collections.deque()
+        self._closed = False
+
+    async def get(self) -> Connection:
+        """An idle connection, or a new one. Raises UpstreamError(connect)."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        while self._idle:
+            c = self._idle.pop()
+            if c.transport is None or c.transport.is_closing():
+                continue
+            if c.idle_for(now) < MAX_IDLE_S:
+                return c
+            c.abort()
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self, loop), self.host, self.port, ssl=self._tls
+                )
+        except TimeoutError:
+            raise UpstreamError("connect", "timeout", answered=False) from None
+        except OSError:
+            raise UpstreamError("connect", "refused", answered=False) from None
+        return connection
+
+    def put(self, connection: Connection) -> None:
+        if self._closed:
+            connection.abort()
+            return
+        self._idle.append(connection)
+        now = asyncio.get_running_loop().time()
+        while self._idle and self._idle[0].idle_for(now) > MAX_IDLE_S:
+            self._idle.popleft().abort()
+
+    def drop(self, connection: Connection) -> None:
+        # A connection in use is not in the deque; an idle one that the worker closed is.
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().abort()
+
+    def close(self) -> None:
+        """Close the idle connections; those in use close when released."""
+        self._closed = True
+        self.close_idle()
+
+
+class IdleWatch:
+    """Ends relays that make no progress, without a timer per piece: a scan every second over the relays under way."""
+
+    def __init__(self, idle_s: float) -> None:
+        self.idle_s = idle_s
+        self._active: set[Connection] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def add(self, connection: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        connection.seen = connection.pieces
+        connection.seen_at = loop.time()
+        self._active.add(connection)
+        if self._timer is None:
+            self._timer = loop.call_later(min(1.0, self.idle_s / 2), self._scan)
+
+    def remove(self, connection: Connection) -> None:
+        self._active.discard(connection)
+
+    def _scan(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for c in list(self._active):
+            if c.pieces != c.seen:
+                c.seen = c.pieces
+                c.seen_at = now
+            elif now - c.seen_at > self.idle_s:
+                c.stall("stalled" if c.paused else "timeout")
+        self._timer = loop.call_later(min(1.0, self.idle_s / 2), self._scan) if self._active else None

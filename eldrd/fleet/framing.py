@@ -1,0 +1,174 @@
+"""HTTP/1.1 message framing of answers (RFC 9112): the head, and where the body ends. Pure: no sockets, no copies of bodies."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+MAX_HEAD: Final = 65_536
+_MAX_LINE: Final = 4_096
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([^\r\n]*))?\Z")
+_FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\x00\r\n]*?)[ \t]*\Z")
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
+)
+
+
+class FramingError(ValueError):
+    """The peer's bytes are not a well-formed HTTP/1.1 answer."""
+
+
+class Head:
+    """Status line and header fields of one answer. Field names are lower case."""
+
+    __slots__ = ("fields", "minor", "reason", "status")
+
+    def __init__(self, minor: int, status: int, reason: bytes, fields: list[tuple[bytes, bytes]]) -> None:
+        self.minor = minor
+        self.status = status
+        self.reason = reason
+        self.fields = fields
+
+    def get(self, name: bytes) -> bytes | None:
+        """The first value of a field, None if absent."""
+        return next((v for k, v in self.fields if k == name), None)
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the peer lets the connection be used again after this message (RFC 9112, 9.3)."""
+        options = (self.get(b"connection") or b"").lower()
+        return b"close" not in options and (self.minor == 1 or b"keep-alive" in options)
+
+    @property
+    def end_to_end(self) -> list[tuple[bytes, bytes]]:
+        """The fields that a proxy passes on (RFC 9110, 7.6.1), less content-length."""
+        named = {o.strip().lower() for o in (self.get(b"connection") or b"").split(b",")}
+        return [f for f in self.fields if f[0] not in _HOP_BY_HOP and f[0] not in named and f[0] != b"content-length"]
+
+
+def parse_head(data: bytes) -> Head:
+    """The head in ``data``, which ends before the blank line's CRLF CRLF. Raises FramingError."""
+    lines = data.split(b"\r\n")
+    m = _STATUS.match(lines[0])
+    if m is None:
+        raise FramingError("status line")
+    fields = []
+    for line in lines[1:]:
+        f = _FIELD.match(line)
+        if f is None:
+            raise FramingError("header field")
+        fields.append((f[1].lower(), f[2]))
+    return Head(int(m[1]), int(m[2]), m[3] or b"", fields)
+
+
+class BodyTracker:
+    """Follows the bytes of one body to its end without looking into them.
+
+    ``feed`` gets every piece in order and answers the index in that piece where the message ends, -1 while it goes on.
+    chunks: chunks of the body begun so far (chunked framing only), the last, empty one not counted. length: the declared
+    length, None where there is none.
+    """
+
+    __slots__ = ("_left", "_mode", "_part", "chunks", "length")
+    _LENGTH: Final = 0
+    _CHUNKED: Final = 1
+    _TRAILER: Final = 2
+    _CLOSE: Final = 3
+
+    def __init__(self, head: Head) -> None:
+        self._part = b""
+        self._left = 0
+        self.chunks = 0
+        self.length: int | None = None
+        coding = head.get(b"transfer-encoding")
+        length = head.get(b"content-length")
+        if head.status in (204, 304) or head.status < 200:
+            self._mode = self._LENGTH
+            self.length = 0
+        elif coding is not None:
+            if coding.lower() != b"chunked" or length is not None:
+                raise FramingError("transfer-encoding")
+            self._mode = self._CHUNKED
+        elif length is not None:
+            if not length.isdigit() or sum(k == b"content-length" for k, _ in head.fields) > 1:
+                raise FramingError("content-length")
+            self._mode = self._LENGTH
+            self._left = self.length = int(length)
+        else:
+            self._mode = self._CLOSE
+
+    @property
+    def chunked(self) -> bool:
+        return self._mode in (self._CHUNKED, self._TRAILER)
+
+    @property
+    def between_chunks(self) -> bool:
+        """Whether the bytes so far end with a whole chunk."""
+        return self._mode == self._CHUNKED and self._left == 0 and not self._part
+
+    @property
+    def ends_with_connection(self) -> bool:
+        return self._mode == self._CLOSE
+
+    def feed(self, data: bytes) -> int:
+        """Take the next piece; the index where the message ends in it, else -1. Raises FramingError."""
+        n = len(data)
+        left = self._left
+        mode = self._mode
+        if mode == 1:
+            if n < left:
+                self._left = left - n
+                return -1
+            return self._chunks(data, left)
+        if mode == 0:
+            if n < left:
+                self._left = left - n
+                return -1
+            self._left = 0
+            return left
+        if mode == 2:
+            return self._trailer(data, 0)
+        return -1
+
+    def _chunks(self, data: bytes, pos: int) -> int:
+        held = len(self._part)
+        if held:
+            data = self._part + data
+            pos = 0
+            self._part = b""
+        n = len(data)
+        while pos < n:
+            m = _SIZE.match(data, pos)
+            if m is None:
+                rest = data[pos:]
+                if b"\n" in rest or len(rest) > _MAX_LINE:
+                    raise FramingError("chunk size")
+                self._part = rest
+                self._left = 0
+                return -1
+            size = int(m[1], 16)
+            if size == 0:
+                self._mode = self._TRAILER
+                end = self._trailer(data[m.end() :], 0)
+                return end if end < 0 else end + m.end() - held
+            self.chunks += 1
+            pos = m.end() + size + 2
+        self._left = pos - n
+        return -1
+
+    def _trailer(self, data: bytes, pos: int) -> int:
+        held = len(self._part)
+        if held:
+            data = self._part + data
+            self._part = b""
+        while True:
+            end = data.find(b"\r\n", pos)
+            if end < 0:
+                if len(data) - pos > _MAX_LINE:
+                    raise FramingError("trailer")
+                self._part = data[pos:]
+                return -1
+            if end == pos:
+                return end + 2 - held
+            pos = end + 2

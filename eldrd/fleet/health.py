@@ -1,0 +1,72 @@
+"""Probes of the workers: is it up, which models does it serve. Decides nothing about requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from eldrd.config import Health
+    from eldrd.fleet.worker import Worker
+
+
+class Prober:
+    """Asks each worker's /health every ``interval_s`` and its /v1/models when it comes up."""
+
+    def __init__(self, changed: Callable[[Worker], None]) -> None:
+        """changed: called on the loop when a worker goes up or down."""
+        self._changed = changed
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def watch(self, workers: Iterable[Worker], settings: Health) -> None:
+        """Probe exactly these workers from now on, with these settings."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        for worker in list(self._tasks):
+            self._tasks.pop(worker).cancel()
+        loop = asyncio.get_running_loop()
+        for worker in workers:
+            self._tasks[worker] = loop.create_task(self._probe_for_ever(worker, settings))
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _probe_for_ever(self, worker: Worker, settings: Health) -> None:
+        while True:
+            was = worker.up
+            ok = await self._answers(worker, settings.timeout_s)
+            if ok and not (was and worker.cards):
+                worker.cards = await self._cards(worker, settings.timeout_s)
+            # The first probe's word counts alone: at start-up nothing is known yet.
+            worker.probed(ok, settings.failures if was else 1)
+            if worker.up != was:
+                self._changed(worker)
+            # Start-up and recovery are watched closely, a running worker is not.
+            await asyncio.sleep(settings.interval_s if worker.up else min(0.5, settings.interval_s))
+
+    async def _answers(self, worker: Worker, timeout_s: float) -> bool:
+        assert self._session is not None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._session.get(worker.url + "/health", timeout=aiohttp.ClientTimeout(timeout_s)) as r:
+                return r.status == 200
+        return False
+
+    async def _cards(self, worker: Worker, timeout_s: float) -> tuple[dict[str, Any], ...]:
+        assert self._session is not None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError):
+            async with self._session.get(worker.url + "/v1/models", timeout=aiohttp.ClientTimeout(timeout_s)) as r:
+                listing: dict[str, Any] = orjson.loads(await r.read())
+                return tuple({**card, "id": str(card["id"])} for card in listing["data"])
+        return ()

@@ -1,0 +1,92 @@
+"""vLLM's dialect: the bodies that prefill and decode get and what their answers hold. Pure functions; no sockets.
+
+Hand-off fields as in vllm/distributed/kv_transfer/kv_connector/v1/nixl (pull): prefill gets ``do_remote_decode``, its
+answer's ``kv_transfer_params`` go verbatim to decode.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import orjson
+
+TRANSFER: Final = "kv_transfer_params"
+_REQUEST_HANDOFF: Final[dict[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_DROPPED_ON_PREFILL: Final = ("stream", "stream_options", "n", "best_of")
+_USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"completion_tokens":\s*(\d+)')
+
+
+def prefill_body(fields: dict[str, Any], eldr_id: str, *, hand_off: bool) -> bytes:
+    """The client's body for the prefill leg: one token, not streamed, the rest untouched.
+
+    ``hand_off`` asks the transfer connector to keep the KV for a decode worker; without it the answer is final.
+    A positive min_tokens becomes 1, which still forbids an end at the first token; more would be refused by vLLM.
+    """
+    body = {k: v for k, v in fields.items() if k not in _DROPPED_ON_PREFILL}
+    body["max_tokens"] = 1
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    if body.get("min_tokens"):
+        body["min_tokens"] = 1
+    if hand_off:
+        body[TRANSFER] = {**_REQUEST_HANDOFF, "eldr_id": eldr_id}
+    else:
+        body.pop(TRANSFER, None)
+    return orjson.dumps(body)
+
+
+def decode_parts(body: bytes, params: dict[str, Any]) -> list[bytes | memoryview]:
+    """The client's own bytes with the hand-off spliced in before the closing brace; large bodies are not copied."""
+    end = body.rindex(b"}")
+    return [memoryview(body)[:end], b',"kv_transfer_params":' + orjson.dumps(params) + b"}"]
+
+
+def transfer_params(answer: dict[str, Any]) -> dict[str, Any] | None:
+    """The hand-off in a prefill answer, without the hook's acknowledgement; None where the KV is not held."""
+    params = answer.get(TRANSFER)
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        return None
+    return {k: v for k, v in params.items() if k != "eldr"}
+
+
+def finished(answer: dict[str, Any]) -> bool:
+    """Whether the first token already ended the answer (end of text, stop string), so that nothing is left to decode."""
+    choices = answer.get("choices") or [{}]
+    return choices[0].get("finish_reason") not in ("length", None)
+
+
+def completion_tokens(tail: bytes) -> int | None:
+    """completion_tokens of the usage object in the last bytes of an answer, None if it has none."""
+    found = None
+    for found in _USAGE.finditer(tail):
+        pass
+    return int(found[1]) if found else None
+
+
+def early_stream(answer: dict[str, Any], *, chat: bool, include_usage: bool) -> bytes:
+    """A finished prefill answer as the events a streaming client expects, [DONE] included."""
+    base = {k: answer.get(k) for k in ("id", "created", "model")}
+    base["object"] = "chat.completion.chunk" if chat else "text_completion"
+    events: list[dict[str, Any]] = []
+    for choice in answer["choices"]:
+        ending = {"finish_reason": choice.get("finish_reason"), "stop_reason": choice.get("stop_reason")}
+        index, logprobs = choice.get("index", 0), choice.get("logprobs")
+        if chat:
+            message = choice["message"]
+            delta = {k: v for k, v in message.items() if v is not None and k != "role"}
+            first = {"role": message.get("role", "assistant"), "content": ""}
+            events.append({"choices": [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}]})
+            events.append({"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **ending}]})
+        else:
+            events.append({"choices": [{"index": index, "text": choice["text"], "logprobs": logprobs, **ending}]})
+    if include_usage:
+        events.append({"choices": [], "usage": answer.get("usage")})
+    return b"".join(b"data: " + orjson.dumps({**base, **e}) + b"\n\n" for e in events) + b"data: [DONE]\n\n"

@@ -1,0 +1,377 @@
+"""One request's way from prefill to decode, from its lease on P to the end of D's answer. Parses no client HTTP.
+
+Every way out of here ends the leases and the hand-off; what cannot be answered leaves as Failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
+
+from eldrd.fleet import vllm
+from eldrd.fleet.connection import Connection, IdleWatch, UpstreamError
+from eldrd.handoff.failure import Failure, bad_gateway, no_worker, timed_out
+from eldrd.routing.policy import NoWorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from eldrd.fleet.framing import BodyTracker, Head
+    from eldrd.fleet.table import LoadTable, Pool
+    from eldrd.fleet.worker import Worker
+    from eldrd.handoff.ledger import HandOff, Ledger
+    from eldrd.handoff.request import Record, Request
+    from eldrd.handoff.snapshot import Snapshot
+    from eldrd.routing.policy import Decision
+    from eldrd.signatures.receiver import Signature, SignatureReceiver
+    from eldrd.telemetry.metrics import Metrics
+
+MAX_ANSWER = 1 << 30
+
+
+class Client(Protocol):
+    """The client's side of a relay, implemented by api."""
+
+    def can_relay(self, tracker: BodyTracker) -> bool:
+        """Whether the worker's framing can pass to this client as it is."""
+
+    def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
+        """Write the head of the answer; what takes the body's bytes from then on."""
+
+    def attach(self, connection: Connection) -> None:
+        """Couple flow control: a client that reads slowly pauses ``connection``."""
+
+    def detach(self) -> None:
+        """The relay is over."""
+
+    def fail(self, connection: Connection, message: str) -> None:
+        """The worker was lost in the middle: end the client's stream so that it cannot be taken for complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, to be sent as it is. relayed: it has been written already; ``complete`` says whether all of it."""
+
+    status: int
+    body: bytes
+    headers: list[tuple[bytes, bytes]]
+    relayed: bool = False
+    complete: bool = True
+
+
+class _PrefillAgainError(Exception):
+    """The hand-off cannot be used (any more): the prompt must be prefilled once more."""
+
+
+class Lifecycle:
+    """Serves requests over the workers of a Snapshot."""
+
+    def __init__(
+        self,
+        table: LoadTable,
+        ledger: Ledger,
+        receiver: SignatureReceiver,
+        watch: IdleWatch,
+        metrics: Metrics,
+        captured: Callable[[Signature, int, str | None], None],
+    ) -> None:
+        """captured: given each whole signature with its output length and label when a capture is on."""
+        self._table = table
+        self._ledger = ledger
+        self._receiver = receiver
+        self._watch = watch
+        self._metrics = metrics
+        self._captured = captured
+
+    async def serve(self, request: Request, snapshot: Snapshot, client: Client, record: Record) -> Answer:
+        """Prefill, decide, decode, relay. Raises Failure; cancelled when the client goes away."""
+        return await _Way(self, request, snapshot, client, record).walk()
+
+
+class _Way:
+    """The state of one request while it is served."""
+
+    __slots__ = ("attempt", "budget", "client", "life", "loop", "record", "request", "signature", "snap", "tried", "wants_signature")
+
+    def __init__(self, life: Lifecycle, request: Request, snap: Snapshot, client: Client, record: Record) -> None:
+        self.life = life
+        self.request = request
+        self.snap = snap
+        self.client = client
+        self.record = record
+        self.loop = asyncio.get_running_loop()
+        self.budget = snap.settings.retries.attempts
+        self.attempt = 0
+        self.tried: set[Worker] = set()
+        self.signature: Signature | None = None
+        self.wants_signature = snap.decode_policy.wants_signature or bool(snap.settings.capture.dir)
+
+    async def walk(self) -> Answer:
+        while True:
+            outcome = await self._prefill()
+            if isinstance(outcome, Answer):
+                return outcome
+            try:
+                if self.wants_signature:
+                    self.signature = await self._signature(outcome.id)
+                return await self._decode(outcome)
+            except _PrefillAgainError:
+                continue
+            finally:
+                outcome.end("lost")
+                self.life._receiver.forget(outcome.id)
+
+    # -- prefill --------------------------------------------------------------------------------------------------------
+
+    async def _prefill(self) -> HandOff | Answer:
+        """The prefill leg, on another worker if one fails before it answered: a hand-off, or the final answer."""
+        while True:
+            self.attempt += 1
+            eldr_id = self.request.id if self.attempt == 1 else f"{self.request.id}-{self.attempt}"
+            if self.wants_signature:
+                self.life._receiver.expect(eldr_id)
+            hand_off: HandOff | None = None
+            try:
+                status, headers, body, worker = await self._prefill_once(eldr_id)
+                if status != 200:
+                    return Answer(status, body, headers)
+                answer = self._parsed(body)
+                early = self._early(answer, headers)
+                if early is not None:
+                    return early
+                params = vllm.transfer_params(answer)
+                if params is None:
+                    raise bad_gateway("prefill", "no_transfer_params")
+                hand_off = self.life._ledger.open(eldr_id, worker.name, params, self.loop.time())
+                return hand_off
+            except UpstreamError as e:
+                self._may_retry("prefill", e)
+            finally:
+                if hand_off is None:
+                    self.life._receiver.forget(eldr_id)
+
+    async def _prefill_once(self, eldr_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes, Worker]:
+        request, snap, record = self.request, self.snap, self.record
+        usable = self._usable(snap.prefill)
+        try:
+            decision = snap.prefill_policy.choose(request.prefix, snap.prefill.in_flight(), usable)
+        except NoWorkerError:
+            raise no_worker("prefill") from None
+        worker = snap.prefill.workers[decision.worker]
+        record.prefill, record.prefill_reason = worker.name, decision.reason
+        self.life._metrics.routed.labels("prefill", worker.name, decision.reason).inc()
+        body = vllm.prefill_body(request.fields, eldr_id, hand_off=not request.single_token)
+        lease = self.life._table.lease(worker)
+        connection: Connection | None = None
+        started = self.loop.time()
+        try:
+            try:
+                head, connection = await self._exchange(worker, eldr_id, [body], snap.settings.timeouts.prefill_s)
+                answer = await connection.collect(MAX_ANSWER)
+            except UpstreamError as e:
+                if not e.stale:
+                    self._blame(worker, e)
+                raise
+            connection.release()
+            connection = None
+            self._answered(worker, head.status)
+        finally:
+            if connection is not None:
+                connection.abort()
+            lease.end()
+        record.prefilled = self.loop.time()
+        self.life._metrics.prefill.observe(record.prefilled - started)
+        return head.status, head.end_to_end, answer, worker
+
+    def _parsed(self, body: bytes) -> dict[str, Any]:
+        try:
+            answer = orjson.loads(body)
+            usage = answer.get("usage") or {}
+            self.record.prompt_tokens = usage.get("prompt_tokens") or 0
+            self.record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        except (orjson.JSONDecodeError, AttributeError):
+            raise bad_gateway("prefill", "invalid_answer") from None
+        return dict(answer)
+
+    def _early(self, answer: dict[str, Any], headers: list[tuple[bytes, bytes]]) -> Answer | None:
+        """P's answer as the client's, where its one token is all there is."""
+        if not (self.request.single_token or vllm.finished(answer)):
+            return None
+        self.record.output_tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
+        self.record.decode_reason = "finished_at_prefill"
+        answer.pop(vllm.TRANSFER, None)
+        if not self.request.stream:
+            return Answer(200, orjson.dumps(answer), headers)
+        events = vllm.early_stream(answer, chat=self.request.chat, include_usage=self.request.include_usage)
+        return Answer(200, events, [(b"content-type", b"text/event-stream; charset=utf-8")])
+
+    async def _signature(self, eldr_id: str) -> Signature | None:
+        started = self.loop.time()
+        signature = await self.life._receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)
+        self.life._metrics.signature_wait.observe(self.loop.time() - started)
+        self.record.signature = "missing" if signature is None else signature.state
+        return signature
+
+    # -- decode ---------------------------------------------------------------------------------------------------------
+
+    async def _decode(self, hand_off: HandOff) -> Answer:
+        """The decode leg; another worker while the hand-off is untouched and young. Raises _PrefillAgainError."""
+        while True:
+            if self.loop.time() - hand_off.opened > self.snap.settings.timeouts.handoff_s:
+                hand_off.end("expired")
+                self._spend("decode", "handoff_expired")
+                raise _PrefillAgainError
+            worker = self._decide()
+            lease = self.life._table.lease(worker)
+            connection: Connection | None = None
+            try:
+                try:
+                    parts = vllm.decode_parts(self.request.body, hand_off.params)
+                    head, connection = await self._exchange(
+                        worker, hand_off.id, parts, self.snap.settings.timeouts.first_byte_s
+                    )
+                except UpstreamError as e:
+                    if not e.stale:
+                        self._blame(worker, e)
+                    self._may_retry("decode", e)
+                    if e.phase != "connect":
+                        # D may have begun to pull: a hand-off that is used twice gives wrong tokens.
+                        raise _PrefillAgainError from None
+                    continue
+                self._answered(worker, head.status)
+                if head.status == 200:
+                    hand_off.end("consumed")
+                return await self._relay(worker, connection, head)
+            finally:
+                if connection is not None:
+                    connection.release()
+                lease.end()
+
+    def _decide(self) -> Worker:
+        snap, record = self.snap, self.record
+        signature = self.signature
+        counts: NDArray[np.int32] | None = None
+        if snap.decode_policy.wants_signature and signature is not None and signature.state == "exact":
+            counts = signature.counts
+        try:
+            decision: Decision = snap.decode_policy.choose(snap.decode.in_flight(), self._usable(snap.decode), counts)
+        except NoWorkerError:
+            raise no_worker("decode") from None
+        worker = snap.decode.workers[decision.worker]
+        record.decode, record.decode_reason = worker.name, decision.reason
+        record.score, record.candidates = decision.score, decision.candidates
+        record.decided = self.loop.time()
+        self.life._metrics.routed.labels("decode", worker.name, decision.reason).inc()
+        return worker
+
+    async def _relay(self, worker: Worker, connection: Connection, head: Head) -> Answer:
+        client, record = self.client, self.record
+        tracker = connection.tracker
+        assert tracker is not None
+        headers = [*head.end_to_end, (b"x-eldrd-decode", worker.name.encode())]
+        if head.status != 200 or not client.can_relay(tracker):
+            try:
+                body = await connection.collect(MAX_ANSWER)
+            except UpstreamError as e:
+                self._blame(worker, e)
+                raise self._final("decode", e) from None
+            record.first = self.loop.time()
+            return Answer(head.status, body, headers)
+        write = client.start(head, tracker, headers)
+        done = connection.relay(write)
+        record.first = self.loop.time()
+        client.attach(connection)
+        self.life._watch.add(connection)
+        complete = True
+        try:
+            await done
+        except UpstreamError as e:
+            complete = False
+            record.outcome = f"decode_lost_{e.cause}"
+            if e.cause != "stalled":
+                self._blame(worker, e)
+            client.fail(connection, "The decode worker was lost before the answer was complete.")
+        finally:
+            self.life._watch.remove(connection)
+            client.detach()
+            self._count_output(connection, tracker)
+        return Answer(head.status, b"", headers, relayed=True, complete=complete)
+
+    def _count_output(self, connection: Connection, tracker: BodyTracker) -> None:
+        """Output tokens from the usage at the end of the answer, else the number of events less [DONE]."""
+        record = self.record
+        record.ended = self.loop.time()
+        record.events = max(0, tracker.chunks - 1) if self.request.stream else 0
+        tokens = vllm.completion_tokens(b"".join(connection.tail))
+        record.output_tokens = record.events if tokens is None else tokens
+        if self.signature is not None and self.snap.settings.capture.dir:
+            self.life._captured(self.signature, record.output_tokens, self.request.label)
+
+    # -- both legs ------------------------------------------------------------------------------------------------------
+
+    async def _exchange(
+        self, worker: Worker, id_: str, parts: list[Any], timeout_s: float
+    ) -> tuple[Head, Connection]:
+        """Send one request and read the head of its answer. The connection is the caller's to release or abort."""
+        length = sum(len(p) for p in parts)
+        head = b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n" % (
+            self.request.path.encode(), worker.pool.netloc, length, id_.encode(), self.request.passed_headers,
+        )  # fmt: skip
+        connection = await worker.pool.get()
+        try:
+            return await connection.send([head, *parts], timeout_s), connection
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+
+    def _usable(self, pool: Pool) -> NDArray[np.bool_]:
+        usable = pool.usable()
+        if self.tried:
+            for row, worker in enumerate(pool.workers):
+                if worker in self.tried:
+                    usable[row] = False
+        return usable
+
+    def _blame(self, worker: Worker, e: UpstreamError) -> None:
+        health = self.snap.settings.health
+        worker.failed(health.failures, health.open_s, unreachable=e.phase == "connect")
+        self.tried.add(worker)
+
+    def _answered(self, worker: Worker, status: int) -> None:
+        if status >= 500:
+            health = self.snap.settings.health
+            worker.failed(health.failures, health.open_s, unreachable=False)
+        else:
+            worker.succeeded()
+
+    def _may_retry(self, role: str, e: UpstreamError) -> None:
+        """Spend one retry, or raise what the client gets. A stale connection costs none: the next one is new."""
+        if e.stale:
+            self.record.retries.append(f"{role}_stale")
+            self.life._metrics.retries.labels(role, "stale").inc()
+            return
+        if e.answered or (e.cause == "timeout" and e.phase != "connect") or e.cause not in ("refused", "reset", "timeout"):
+            raise self._final(role, e)
+        if self.budget == 0:
+            raise self._final(role, e)
+        self._spend(role, e.cause)
+
+    def _spend(self, role: str, cause: str) -> None:
+        if self.budget == 0:
+            raise bad_gateway(role, cause)
+        self.budget -= 1
+        self.record.retries.append(f"{role}_{cause}")
+        self.life._metrics.retries.labels(role, cause).inc()
+
+    def _final(self, role: str, e: UpstreamError) -> Failure:
+        if e.cause == "timeout":
+            return timed_out(role, e.phase)
+        if e.phase == "connect":
+            return no_worker(role)
+        return bad_gateway(role, e.cause)

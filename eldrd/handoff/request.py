@@ -1,0 +1,52 @@
+"""A checked client request and the record of its way, as the lifecycle sees them. Parsing is api's, not done here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """id: unique inside the fleet, sent to workers as X-Request-Id and as eldr_id; client_id: the client's own
+    X-Request-Id or ``id``, echoed; path: the worker's path; body: the client's bytes; fields: the same, parsed;
+    prefix: leading bytes of the prompt, for the prefill choice; single_token: the answer is one token long."""
+
+    id: str
+    client_id: str
+    path: str
+    chat: bool
+    body: bytes
+    fields: dict[str, Any]
+    model: str
+    stream: bool
+    include_usage: bool
+    single_token: bool
+    prefix: bytes
+    label: str | None
+    passed_headers: bytes
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one request's way; becomes its log line and its metrics. Times are loop seconds, 0.0: not reached."""
+
+    arrived: float
+    prefill: str = ""
+    prefill_reason: str = ""
+    decode: str = ""
+    decode_reason: str = ""
+    score: float = 0.0
+    candidates: int = 0
+    signature: str = "off"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    events: int = 0
+    prefilled: float = 0.0
+    decided: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+    status: int = 0
+    outcome: str = ""
+    retries: list[str] = field(default_factory=list)

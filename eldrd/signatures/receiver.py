@@ -1,0 +1,276 @@
+"""Where the hooks' frames arrive: a ZMQ ROUTER on the loop, the block cache behind it, and the requests that wait.
+
+Chooses no worker and knows no HTTP. A signature leaves here exact, or as partial or missing with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import structlog
+import zmq
+
+from eldrd.signatures import wire
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from eldrd.signatures.cache import SignatureCache
+    from eldrd.signatures.geometry import Geometry
+    from eldrd.telemetry.metrics import Metrics
+
+log = structlog.get_logger()
+
+# Frames taken in one turn of the loop, so that a burst of large ones does not hold it.
+_BURST: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A request's expert counts: int32 [L * E], over all its prompt tokens when ``state`` is exact."""
+
+    state: str
+    counts: NDArray[np.int32]
+    tokens: int
+    geometry: Geometry
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One hook's connection. seq: its last message number."""
+
+    identity: bytes
+    hello: wire.Hello
+    geometry: Geometry
+    seq: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request whose signature somebody will ask for."""
+
+    waiter: asyncio.Future[None] | None = None
+    signature: Signature | None = None
+    # While rows are lacking: what is needed to try again.
+    peer: _Peer | None = None
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    tail: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    tokens: int = 0
+
+
+class SignatureReceiver:
+    """Takes frames, fills the cache, and answers ``wait`` with the signature of an expected request."""
+
+    def __init__(self, cache: SignatureCache, metrics: Metrics) -> None:
+        self._cache = cache
+        self._metrics = metrics
+        self._frames = {
+            k: metrics.frames.labels(k)
+            for k in ("hello", "blocks", "request", "unasked", "want", "who", "invalid", "lost", "unlike")
+        }
+        self._peers: dict[bytes, _Peer] = {}
+        self._pending: dict[str, _Pending] = {}
+        self._lacking: dict[str, _Pending] = {}
+        self._socket: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._fd = -1
+        self._again: asyncio.Handle | None = None
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """What the hooks count, None before the first hello."""
+        return next((p.geometry for p in self._peers.values()), None)
+
+    @property
+    def hooks(self) -> list[wire.Hello]:
+        """The latest hello of each hook, one a worker name."""
+        return list({p.hello.worker: p.hello for p in self._peers.values()}.values())
+
+    def start(self, endpoint: str) -> str:
+        """Bind and take frames from now on; the bound endpoint (a wildcard port resolved). Raises OSError."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 10_000)
+        socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as e:
+            socket.close()
+            context.term()
+            raise OSError(e.errno, f"{endpoint}: {e.strerror}") from None
+        self._context, self._socket = context, socket
+        fd = socket.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        self._fd = fd
+        asyncio.get_running_loop().add_reader(fd, self._readable)
+        self._readable()
+        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        return bound.rstrip(b"\0").decode()
+
+    def close(self) -> None:
+        if self._socket is None or self._context is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._fd)
+        if self._again is not None:
+            self._again.cancel()
+        self._socket.close()
+        self._context.term()
+        self._socket = None
+
+    def expect(self, eldr_id: str) -> None:
+        """A prefill request with this id is about to be sent."""
+        self._pending[eldr_id] = _Pending()
+
+    def forget(self, eldr_id: str) -> None:
+        """Nobody will ask for this id any more."""
+        self._pending.pop(eldr_id, None)
+        self._lacking.pop(eldr_id, None)
+
+    async def wait(self, eldr_id: str, timeout_s: float) -> Signature | None:
+        """The signature of an expected request, waiting up to ``timeout_s``; None if the hook's record has not come."""
+        pending = self._pending[eldr_id]
+        if pending.signature is None or pending.peer is not None:
+            pending.waiter = asyncio.get_running_loop().create_future()
+            timer = asyncio.get_running_loop().call_later(timeout_s, _wake, pending.waiter)
+            try:
+                await pending.waiter
+            finally:
+                timer.cancel()
+                pending.waiter = None
+        return pending.signature
+
+    # -- frames ---------------------------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        """ZMQ's descriptor is edge-triggered: take messages until there are none, a burst at a time."""
+        self._again = None
+        socket = self._socket
+        if socket is None:
+            return
+        for _ in range(_BURST):
+            try:
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._message(identity, frames)
+        self._again = asyncio.get_running_loop().call_soon(self._readable)
+
+    def _message(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            header = wire.decode_header(frames[0] if frames else b"")
+            if isinstance(header, wire.Hello):
+                self._hello(identity, header)
+                return
+            peer = self._peers.get(identity)
+            if peer is None:
+                self._frames["who"].inc()
+                self._send(identity, wire.encode(wire.Who(v=wire.VERSION)))
+            elif isinstance(header, wire.Blocks):
+                self._sequence(peer, header.seq)
+                self._blocks(peer, header, frames)
+            elif isinstance(header, wire.Request):
+                self._sequence(peer, header.seq)
+                self._request(peer, header, frames)
+            else:
+                raise wire.WireError("a frame that only eldrd sends")
+        except wire.WireError as e:
+            self._frames["invalid"].inc()
+            log.warning("signature_frame_invalid", problem=str(e))
+
+    def _sequence(self, peer: _Peer, seq: int) -> None:
+        if peer.seq and seq > peer.seq + 1:
+            self._frames["lost"].inc(seq - peer.seq - 1)
+        peer.seq = seq
+
+    def _hello(self, identity: bytes, hello: wire.Hello) -> None:
+        self._frames["hello"].inc()
+        known = self._peers.get(identity)
+        if known is not None and known.hello == hello:
+            return
+        geometry = hello.geometry()
+        if min(geometry.shape) < 1 or not 1 <= geometry.top_k <= geometry.experts or geometry.block_size < 1:
+            raise wire.WireError(f"geometry {geometry.shape}, top-{geometry.top_k}, block {geometry.block_size}")
+        others = self.geometry
+        if others is not None and others != geometry:
+            self._frames["unlike"].inc()
+            log.warning("hook_geometry_differs", worker=hello.worker, shape=geometry.shape, others=others.shape)
+        # A hook that reconnects comes under a new identity: its old one is gone.
+        for old in [i for i, p in self._peers.items() if p.hello.worker == hello.worker]:
+            del self._peers[old]
+        self._peers[identity] = _Peer(identity, hello, geometry)
+        log.info(
+            "hook_connected",
+            worker=hello.worker,
+            phase=hello.phase,
+            model=hello.model,
+            layers=len(hello.layers),
+            experts=hello.experts,
+            top_k=hello.top_k,
+            block_size=hello.block_size,
+        )
+
+    def _blocks(self, peer: _Peer, header: wire.Blocks, frames: list[bytes]) -> None:
+        self._frames["blocks"].inc()
+        hashes = wire.hashes(frames, header.n)
+        self._cache.insert(peer.geometry, hashes, wire.counts(frames, header.n, header.dtype, peer.geometry))
+        for eldr_id, pending in list(self._lacking.items()):
+            if pending.peer is peer and self._sum(pending, peer):
+                del self._lacking[eldr_id]
+                _wake(pending.waiter)
+
+    def _request(self, peer: _Peer, header: wire.Request, frames: list[bytes]) -> None:
+        pending = self._pending.get(header.id)
+        if pending is None:
+            self._frames["unasked"].inc()
+            return
+        self._frames["request"].inc()
+        pending.hashes = wire.hashes(frames, header.blocks)
+        pending.tail = wire.counts(frames, 1, header.dtype, peer.geometry)[0].astype(np.int32)
+        pending.tokens = header.tokens
+        if header.partial:
+            counts = pending.tail.copy()
+            self._cache.gather(peer.geometry, pending.hashes, counts)
+            pending.signature = Signature("partial", counts, header.tokens, peer.geometry)
+        elif not self._sum(pending, peer):
+            pending.peer = peer
+            self._lacking[header.id] = pending
+            lacking = self._cache.lacking(peer.geometry, pending.hashes)
+            self._frames["want"].inc()
+            self._send(peer.identity, wire.encode(wire.Want(v=wire.VERSION, n=len(lacking)), lacking))
+            return
+        _wake(pending.waiter)
+
+    def _sum(self, pending: _Pending, peer: _Peer) -> bool:
+        """Add up the request's rows; whether none is lacking."""
+        counts = pending.tail.copy()
+        missing = self._cache.gather(peer.geometry, pending.hashes, counts)
+        geometry = peer.geometry
+        # Every prompt token chose top_k experts in every layer: anything else is not a whole signature.
+        whole = int(counts.sum()) == pending.tokens * len(geometry.layers) * geometry.top_k
+        state = "exact" if whole and not missing else "partial"
+        pending.signature = Signature(state, counts, pending.tokens, geometry)
+        if missing:
+            return False
+        pending.peer = None
+        return True
+
+    def _send(self, identity: bytes, frames: list[bytes]) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as e:
+            # The peer is gone or does not read: it will say hello again.
+            log.debug("signature_send_failed", errno=e.errno)
+        if self._again is None:
+            # A send can consume the descriptor's edge (zmq_getsockopt(3), ZMQ_FD): look again.
+            self._again = asyncio.get_running_loop().call_soon(self._readable)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,131 @@
+"""JSON logs on standard error, written off the loop. Callers pass ids, names and numbers only, never request content."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+import orjson
+import structlog
+
+_FLUSH_S = 0.02
+_QUEUED = 100_000
+
+
+class _Writer:
+    """Takes finished lines from the loop and writes them from a thread, so that a slow reader of the log stalls nobody.
+
+    A line waits at most _FLUSH_S; lines beyond _QUEUED waiting ones are dropped and counted in ``dropped``.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: bytes) -> None:
+        if self._lines.qsize() >= _QUEUED:
+            self.dropped += 1
+            return
+        self._lines.put(line)
+
+    def close(self) -> None:
+        self._lines.put(None)
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        open_ = True
+        while open_:
+            batch = [self._lines.get()]
+            time.sleep(_FLUSH_S)
+            while not self._lines.empty():
+                batch.append(self._lines.get())
+            open_ = None not in batch
+            data = b"".join(line for line in batch if line is not None)
+            while data:
+                try:
+                    data = data[os.write(self._fd, data) :]
+                except OSError:
+                    break
+
+
+class _Logger:
+    """structlog's innermost logger: one JSON line a call."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._write = writer.write
+
+    def msg(self, line: bytes) -> None:
+        self._write(line)
+
+    debug = info = warning = error = exception = critical = msg
+
+
+class _Bridge(logging.Handler):
+    """Puts the standard library's log records (asyncio's, aiohttp's) on the same stream, without their arguments' content:
+    the message template, the exception's type and where it arose."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        exc = record.exc_info[1] if record.exc_info else None
+        where = None
+        if exc is not None and exc.__traceback__ is not None:
+            tb = exc.__traceback__
+            while tb.tb_next is not None:
+                tb = tb.tb_next
+            where = f"{tb.tb_frame.f_code.co_filename}:{tb.tb_lineno}"
+        structlog.get_logger().log(
+            record.levelno,
+            "library",
+            source=record.name,
+            template=str(record.msg).partition("\n")[0],
+            exception=type(exc).__name__ if exc is not None else None,
+            where=where,
+        )
+
+
+_writer: _Writer | None = None
+
+
+def _dumps(event: dict[str, Any], **_: Any) -> bytes:
+    return orjson.dumps(event, default=str, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def configure(level: str, fd: int = 2) -> None:
+    """Set up logging for the process; may be called again to change the level."""
+    global _writer
+    if _writer is None:
+        _writer = _Writer(fd)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    writer = _writer
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt=None, key="ts"),
+            structlog.processors.JSONRenderer(serializer=_dumps),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=lambda *_: _Logger(writer),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [_Bridge()]
+    root.setLevel(max(number, logging.WARNING))
+
+
+def close() -> None:
+    """Write what is queued."""
+    global _writer
+    if _writer is not None:
+        _writer.close()
+        _writer = None
+
+
+def dropped() -> int:
+    """Lines dropped because the log's reader was too slow."""
+    return _writer.dropped if _writer is not None else 0

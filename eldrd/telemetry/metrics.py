@@ -1,0 +1,70 @@
+"""Prometheus metrics: every name, label and bucket, once. Label values come from the configuration or from constants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import generate_latest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from prometheus_client.metrics_core import Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TTFT = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
+_TPOT = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5)
+_SHORT = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+Sample = tuple[tuple[str, ...], float]
+
+
+class _Live:
+    """Gauges read from live state when scraped, so that keeping them costs a request nothing."""
+
+    def __init__(self) -> None:
+        self.sources: list[tuple[str, str, tuple[str, ...], Callable[[], Iterable[Sample]]]] = []
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text, labels, read in self.sources:
+            family = GaugeMetricFamily(name, text, labels=labels)
+            for values, number in read():
+                family.add_metric(list(values), number)
+            yield family
+
+
+class Metrics:
+    """One registry with all of eldrd's metrics; ``live`` adds gauges that are read when scraped."""
+
+    def __init__(self) -> None:
+        self.registry = r = CollectorRegistry()
+        self._live = _Live()
+        r.register(self._live)  # type: ignore[arg-type]
+        self.requests = Counter("eldrd_requests", "Requests ended.", ("endpoint", "status", "outcome"), registry=r)
+        self.routed = Counter("eldrd_routed", "Requests sent to a worker.", ("role", "worker", "reason"), registry=r)
+        self.retries = Counter("eldrd_retries", "Legs tried again.", ("role", "cause"), registry=r)
+        self.handoffs = Counter("eldrd_handoffs", "Hand-offs ended.", ("outcome",), registry=r)
+        self.signatures = Counter(
+            "eldrd_signatures", "Signatures at decision time: exact, partial, missing, off.", ("state",), registry=r
+        )
+        self.frames = Counter("eldrd_signature_frames", "Frames from hooks.", ("kind",), registry=r)
+        self.reloads = Counter("eldrd_reloads", "Reloads of the configuration.", ("outcome",), registry=r)
+        self.captured = Counter("eldrd_captured", "Signatures offered to the capture.", ("outcome",), registry=r)
+        self.ttft = Histogram("eldrd_ttft_seconds", "Request to first content.", buckets=_TTFT, registry=r)
+        self.prefill = Histogram("eldrd_prefill_seconds", "Prefill request to its answer.", buckets=_TTFT, registry=r)
+        self.signature_wait = Histogram(
+            "eldrd_signature_wait_seconds", "Wait for a signature after the prefill's answer.", buckets=_SHORT, registry=r
+        )
+        self.tpot = Histogram(
+            "eldrd_tpot_seconds", "Mean gap between the tokens (or events) of a stream.", ("worker",), buckets=_TPOT, registry=r
+        )
+        self.output_tokens = Counter("eldrd_output_tokens", "Tokens (or events) streamed.", registry=r)
+        self.generation = Gauge("eldrd_config_generation", "Configurations loaded since the start.", registry=r)
+
+    def live(self, name: str, text: str, labels: tuple[str, ...], read: Callable[[], Iterable[Sample]]) -> None:
+        self._live.sources.append((name, text, labels, read))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
