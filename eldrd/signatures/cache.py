@@ -174,7 +174,8 @@ def _hashes(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _plain(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """A read-only, aligned, contiguous view, so that arrays over network buffers need no kernels of their own."""
-    if array.dtype != dtype or not array.flags.carray:
+    flags = array.flags
+    if array.dtype != dtype or not (flags.c_contiguous and flags.aligned):
         array = np.require(array, dtype, ["C", "A"])
     view = array.view()
     view.flags.writeable = False

@@ -1,0 +1,89 @@
+"""Prefix hashing: stable, even, little moved when a worker comes or goes, gated by load."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldrd.routing.policy import NoWorkerError
+from eldrd.routing.prefill import PrefixHash
+
+KEYS = [f"prompt number {i}".encode() for i in range(4000)]
+
+
+def owners(workers: list[str]) -> list[str]:
+    policy = PrefixHash(workers)
+    idle, up = np.zeros(len(workers), np.int32), np.ones(len(workers), np.bool_)
+    return [workers[policy.choose(key, idle, up).worker] for key in KEYS]
+
+
+def test_does_not_depend_on_process_or_order() -> None:
+    workers = ["p0", "p1", "p2"]
+    assert owners(workers) == owners(workers[::-1])
+    assert [owners(workers)[i] for i in range(6)] == ["p2", "p2", "p2", "p0", "p2", "p2"]
+
+
+def test_spreads_keys_evenly_and_moves_few() -> None:
+    three, four = owners(["p0", "p1", "p2"]), owners(["p0", "p1", "p2", "p3"])
+    shares = Counter(four)
+    assert min(shares.values()) > 0.7 * len(KEYS) / 4
+    moved = [(a, b) for a, b in zip(three, four, strict=True) if a != b]
+    assert {b for _, b in moved} == {"p3"}
+    assert len(moved) / len(KEYS) < 0.35
+
+
+def test_only_the_beginning_counts() -> None:
+    policy = PrefixHash([f"p{i}" for i in range(50)])
+    idle, up = np.zeros(50, np.int32), np.ones(50, np.bool_)
+    base = policy.choose(b"a" * 1024, idle, up).worker
+    assert policy.choose(b"a" * 1024 + b"tail", idle, up).worker == base
+    assert policy.choose(b"a" * 1023 + b"b", idle, up).worker != base
+    assert policy.choose(b"", idle, up).reason == "prefix"
+
+
+def test_a_worker_that_is_down_leaves_only_its_own_keys() -> None:
+    workers = ["p0", "p1", "p2"]
+    policy = PrefixHash(workers)
+    idle = np.zeros(3, np.int32)
+    up, without = np.ones(3, np.bool_), np.array([True, False, True])
+    for key in KEYS[:300]:
+        before, after = policy.choose(key, idle, up), policy.choose(key, idle, without)
+        if before.worker == 1:
+            assert (after.reason, after.worker != 1) == ("down", True)
+        else:
+            assert after == before
+    stand_ins = {policy.choose(key, idle, without).worker for key in KEYS[:300] if owners_row(policy, key) == 1}
+    assert stand_ins == {0, 2}
+
+
+def owners_row(policy: PrefixHash, key: bytes) -> int:
+    return policy.choose(key, np.zeros(3, np.int32), np.ones(3, np.bool_)).worker
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=6), st.sampled_from(KEYS))
+def test_gate(fleet: list[tuple[int, bool]], key: bytes) -> None:
+    policy = PrefixHash([f"p{i}" for i in range(len(fleet))])
+    in_flight = np.array([n for n, _ in fleet], np.int32)
+    usable = np.array([up for _, up in fleet], np.bool_)
+    rows = [i for i, up in enumerate(usable) if up]
+    if not rows:
+        with pytest.raises(NoWorkerError):
+            policy.choose(key, in_flight, usable)
+        return
+    decision = policy.choose(key, in_flight, usable)
+    owner = policy.choose(key, np.zeros_like(in_flight), usable).worker
+    limit = math.ceil(1.25 * (sum(int(in_flight[r]) for r in rows) + 1) / len(rows))
+    if in_flight[owner] + 1 <= limit:
+        assert decision.worker == owner
+        assert decision.reason in ("prefix", "down")
+        assert decision.candidates == 1
+    else:
+        assert decision.reason == "gate"
+        assert decision.score == min(int(in_flight[r]) for r in rows)
+        assert usable[decision.worker]
