@@ -133,7 +133,9 @@ class Timeouts(Section):
     prefill_s: Seconds = Field(600.0, description="prefill request sent to prefill answer received")
     first_byte_s: Seconds = Field(600.0, description="decode request sent to the head of its answer")
     idle_s: Seconds = Field(300.0, description="silence between two pieces of a decode answer")
-    handoff_s: Seconds = Field(25.0, description="age at which a hand-off is no longer used; below the connector's lease")
+    handoff_s: Seconds = Field(
+        25.0, description="age at which a hand-off is no longer used; below the connector's lease"
+    )
 
 
 class Retries(Section):
@@ -180,11 +182,11 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003, the signature is pydantic's
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return env_settings, init_settings
 
@@ -265,7 +267,11 @@ def load(path: Path | str) -> Settings:
     except ValidationError as e:
         problems = e.errors()
         # A list whose only items are wrong is also reported as too short; the item says more.
-        inner = [p for p in problems if not any(q["loc"] != p["loc"] and q["loc"][: len(p["loc"])] == p["loc"] for q in problems)]
+        inner = [
+            p
+            for p in problems
+            if not any(q["loc"] != p["loc"] and q["loc"][: len(p["loc"])] == p["loc"] for q in problems)
+        ]
         raise ConfigError("\n".join(_explain(p, path) for p in inner)) from None
     except ValueError as e:
         raise ConfigError(f"environment: {e}") from None

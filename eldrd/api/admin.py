@@ -68,7 +68,9 @@ class Admin:
         snapshot = self._current()
         if snapshot.settings.models:
             return tuple(model.name for model in snapshot.settings.models)
-        return tuple({card["id"]: None for w in (*snapshot.decode.workers, *snapshot.prefill.workers) for card in w.cards})
+        return tuple(
+            {card["id"]: None for w in (*snapshot.decode.workers, *snapshot.prefill.workers) for card in w.cards}
+        )
 
     def status(self) -> dict[str, Any]:
         snapshot = self._current()
@@ -79,12 +81,15 @@ class Admin:
             "generation": snapshot.generation,
             "ready": self.not_ready() is None,
             "policy": snapshot.decode_policy.name,
-            "partition": partition and {"workers": list(partition.workers), "fingerprint": f"{partition.fingerprint:016x}"},
+            "partition": partition
+            and {"workers": list(partition.workers), "fingerprint": f"{partition.fingerprint:016x}"},
             "prefill": self._workers(snapshot.prefill),
             "decode": self._workers(snapshot.decode),
             "handoffs_open": len(self._ledger),
             "signature_cache": {"rows": len(self._cache), "capacity": self._cache.capacity},
-            "hooks": [{"worker": h.worker, "phase": h.phase, "model": h.model, "hook": h.hook} for h in self._receiver.hooks],
+            "hooks": [
+                {"worker": h.worker, "phase": h.phase, "model": h.model, "hook": h.hook} for h in self._receiver.hooks
+            ],
         }
 
     def _workers(self, pool: Pool) -> list[dict[str, Any]]:

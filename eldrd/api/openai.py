@@ -118,7 +118,9 @@ def _prefix(prompt: Any) -> bytes:
         length = 0
         for message in prompt:
             content = message.get("content")
-            text = content if isinstance(content, str) else orjson.dumps(content)[:_PREFIX_BYTES].decode("utf-8", "ignore")
+            text = (
+                content if isinstance(content, str) else orjson.dumps(content)[:_PREFIX_BYTES].decode("utf-8", "ignore")
+            )
             parts.append(f"{message.get('role')}\0{text[:_PREFIX_BYTES]}\0".encode("utf-8", "replace"))
             length += len(parts[-1])
             if length >= _PREFIX_BYTES:

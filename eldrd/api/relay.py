@@ -6,7 +6,6 @@ of aiohttp beyond its documented API is pinned in tests/api/test_relay.py.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -15,6 +14,7 @@ from eldrd.api.errors import error_body
 from eldrd.handoff.failure import Failure
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from aiohttp.abc import AbstractStreamWriter
@@ -62,7 +62,7 @@ class Relayed(web.StreamResponse):
         self._keep_alive = request.keep_alive and self._complete
         return None
 
-    async def write_eof(self, data: bytes = b"") -> None:
+    async def write_eof(self, data: bytes = b"") -> None:  # noqa: ARG002, aiohttp's signature
         return None
 
 

@@ -8,7 +8,7 @@ import ssl as tls
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, parse_head
+from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, dechunk, parse_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -267,19 +267,6 @@ class Connection(asyncio.Protocol):
 def _retrieve(future: asyncio.Future[None]) -> None:
     if not future.cancelled():
         future.exception()
-
-
-def dechunk(data: bytes) -> bytes:
-    """The payload of a complete chunked body."""
-    parts = []
-    pos = 0
-    while True:
-        line = data.index(b"\r\n", pos)
-        size = int(data[pos:line].split(b";")[0], 16)
-        if size == 0:
-            return b"".join(parts)
-        parts.append(data[line + 2 : line + 2 + size])
-        pos = line + 4 + size
 
 
 class ConnectionPool:

@@ -11,7 +11,16 @@ _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([^\r\n]*))?\Z")
 _FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\x00\r\n]*?)[ \t]*\Z")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
 _HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade")
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
 )
 
 
@@ -172,3 +181,16 @@ class BodyTracker:
             if end == pos:
                 return end + 2 - held
             pos = end + 2
+
+
+def dechunk(data: bytes) -> bytes:
+    """The payload of a complete chunked body."""
+    parts: list[bytes] = []
+    pos = 0
+    while True:
+        line = data.index(b"\r\n", pos)
+        size = int(data[pos:line].split(b";")[0], 16)
+        if size == 0:
+            return b"".join(parts)
+        parts.append(data[line + 2 : line + 2 + size])
+        pos = line + 4 + size

@@ -65,7 +65,9 @@ class Prober:
 
     async def _cards(self, worker: Worker, timeout_s: float) -> tuple[dict[str, Any], ...]:
         assert self._session is not None
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError):
+        with contextlib.suppress(
+            aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError
+        ):
             async with self._session.get(worker.url + "/v1/models", timeout=aiohttp.ClientTimeout(timeout_s)) as r:
                 listing: dict[str, Any] = orjson.loads(await r.read())
                 return tuple({**card, "id": str(card["id"])} for card in listing["data"])

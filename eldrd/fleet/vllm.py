@@ -65,10 +65,8 @@ def finished(answer: dict[str, Any]) -> bool:
 
 def completion_tokens(tail: bytes) -> int | None:
     """completion_tokens of the usage object in the last bytes of an answer, None if it has none."""
-    found = None
-    for found in _USAGE.finditer(tail):
-        pass
-    return int(found[1]) if found else None
+    found = _USAGE.findall(tail)
+    return int(found[-1]) if found else None
 
 
 def early_stream(answer: dict[str, Any], *, chat: bool, include_usage: bool) -> bytes:

@@ -45,5 +45,8 @@ def bad_gateway(role: str, cause: str) -> Failure:
 
 def timed_out(role: str, phase: str) -> Failure:
     return Failure(
-        504, "GatewayTimeoutError", f"The {role} worker did not answer in time ({phase}).", outcome=f"{role}_{phase}_timeout"
+        504,
+        "GatewayTimeoutError",
+        f"The {role} worker did not answer in time ({phase}).",
+        outcome=f"{role}_{phase}_timeout",
     )

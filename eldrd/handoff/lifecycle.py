@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from eldrd.telemetry.metrics import Metrics
 
 MAX_ANSWER = 1 << 30
+_HEAD = (
+    b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"
+)
 
 
 class Client(Protocol):
@@ -97,7 +101,19 @@ class Lifecycle:
 class _Way:
     """The state of one request while it is served."""
 
-    __slots__ = ("attempt", "budget", "client", "life", "loop", "record", "request", "signature", "snap", "tried", "wants_signature")
+    __slots__ = (
+        "attempt",
+        "budget",
+        "client",
+        "life",
+        "loop",
+        "record",
+        "request",
+        "signature",
+        "snap",
+        "tried",
+        "wants_signature",
+    )
 
     def __init__(self, life: Lifecycle, request: Request, snap: Snapshot, client: Client, record: Record) -> None:
         self.life = life
@@ -258,7 +274,10 @@ class _Way:
         signature = self.signature
         counts: NDArray[np.int32] | None = None
         if snap.decode_policy.wants_signature and signature is not None and signature.state == "exact":
-            counts = signature.counts
+            if snap.partition is None or snap.partition.geometry == signature.geometry:
+                counts = signature.counts
+            else:
+                record.signature = "mismatch"
         try:
             decision: Decision = snap.decode_policy.choose(snap.decode.in_flight(), self._usable(snap.decode), counts)
         except NoWorkerError:
@@ -315,14 +334,15 @@ class _Way:
 
     # -- both legs ------------------------------------------------------------------------------------------------------
 
-    async def _exchange(
-        self, worker: Worker, id_: str, parts: list[Any], timeout_s: float
-    ) -> tuple[Head, Connection]:
+    async def _exchange(self, worker: Worker, id_: str, parts: list[Any], timeout_s: float) -> tuple[Head, Connection]:
         """Send one request and read the head of its answer. The connection is the caller's to release or abort."""
-        length = sum(len(p) for p in parts)
-        head = b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n" % (
-            self.request.path.encode(), worker.pool.netloc, length, id_.encode(), self.request.passed_headers,
-        )  # fmt: skip
+        head = _HEAD % (
+            self.request.path.encode(),
+            worker.pool.netloc,
+            sum(len(p) for p in parts),
+            id_.encode(),
+            self.request.passed_headers,
+        )
         connection = await worker.pool.get()
         try:
             return await connection.send([head, *parts], timeout_s), connection
@@ -356,7 +376,11 @@ class _Way:
             self.record.retries.append(f"{role}_stale")
             self.life._metrics.retries.labels(role, "stale").inc()
             return
-        if e.answered or (e.cause == "timeout" and e.phase != "connect") or e.cause not in ("refused", "reset", "timeout"):
+        if (
+            e.answered
+            or (e.cause == "timeout" and e.phase != "connect")
+            or e.cause not in ("refused", "reset", "timeout")
+        ):
             raise self._final(role, e)
         if self.budget == 0:
             raise self._final(role, e)

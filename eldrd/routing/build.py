@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from eldrd.routing import load, locality
+from eldrd.routing import load, locality, prefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from eldrd.partitions.file import Partition
     from eldrd.routing.policy import Policy
+    from eldrd.routing.prefill import PrefillPolicy
 
 POLICIES: Final[tuple[str, ...]] = ("random", "round_robin", "jsq", "p2c", "eldr")
 
@@ -35,6 +36,18 @@ def build(
         case "eldr":
             return locality.LocalityBand(partition, workers, tau)
     raise ValueError(f"policy is {name!r}, expected one of {', '.join(POLICIES)}")
+
+
+def build_prefill(name: str, *, workers: Sequence[str]) -> PrefillPolicy:
+    """The prefill policy of that name over prefill workers in row order. Raises ValueError for an unknown name."""
+    match name:
+        case "prefix_hash":
+            return prefill.PrefixHash(workers)
+        case "jsq":
+            return prefill.ByLoad(load.ShortestQueue())
+        case "round_robin":
+            return prefill.ByLoad(load.RoundRobin())
+    raise ValueError(f"prefill policy is {name!r}, expected prefix_hash, jsq or round_robin")
 
 
 def warm_up() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from eldrd.routing.load import ShortestQueue, usable_rows
 from eldrd.routing.policy import Decision
@@ -16,9 +16,29 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from eldrd.routing.policy import Policy
+
 PREFIX: Final = "prefix"
 GATE: Final = "gate"
 DOWN: Final = "down"
+
+
+class PrefillPolicy(Protocol):
+    """One way to choose a prefill worker; see routing.policy for rows and arrays."""
+
+    def choose(self, key: bytes, in_flight: NDArray[np.int32], usable: NDArray[np.bool_]) -> Decision:
+        """key: the prompt's first bytes. Raises NoWorkerError if no worker is usable."""
+        ...
+
+
+class ByLoad:
+    """A load policy for prefill workers: the prompt does not matter."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def choose(self, key: bytes, in_flight: NDArray[np.int32], usable: NDArray[np.bool_]) -> Decision:  # noqa: ARG002
+        return self._policy.choose(in_flight, usable, None)
 
 
 class PrefixHash:

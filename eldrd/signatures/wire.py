@@ -18,7 +18,7 @@ The hook's distribution has a codec of its own (it imports nothing of eldrd); go
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 VERSION = 1
-DTYPES = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
+DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"u1": np.dtype(np.uint8), "u2": np.dtype("<u2")}
 HASH = np.dtype("<u8")
 
 
@@ -130,7 +130,7 @@ def hashes(frames: Sequence[bytes], n: int) -> NDArray[np.uint64]:
     return np.frombuffer(frames[1], HASH)
 
 
-def counts(frames: Sequence[bytes], n: int, dtype: str, geometry: Geometry) -> NDArray[np.uint8] | NDArray[np.uint16]:
+def counts(frames: Sequence[bytes], n: int, dtype: str, geometry: Geometry) -> NDArray[np.unsignedinteger[Any]]:
     """The counts of a blocks (n rows) or request (one row) message: uint8 or uint16 [n, L * E]."""
     dt = DTYPES.get(dtype)
     if dt is None:

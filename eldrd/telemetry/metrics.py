@@ -41,7 +41,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
         self._live = _Live()
-        r.register(self._live)  # type: ignore[arg-type]
+        r.register(self._live)
         self.requests = Counter("eldrd_requests", "Requests ended.", ("endpoint", "status", "outcome"), registry=r)
         self.routed = Counter("eldrd_routed", "Requests sent to a worker.", ("role", "worker", "reason"), registry=r)
         self.retries = Counter("eldrd_retries", "Legs tried again.", ("role", "cause"), registry=r)
@@ -55,10 +55,17 @@ class Metrics:
         self.ttft = Histogram("eldrd_ttft_seconds", "Request to first content.", buckets=_TTFT, registry=r)
         self.prefill = Histogram("eldrd_prefill_seconds", "Prefill request to its answer.", buckets=_TTFT, registry=r)
         self.signature_wait = Histogram(
-            "eldrd_signature_wait_seconds", "Wait for a signature after the prefill's answer.", buckets=_SHORT, registry=r
+            "eldrd_signature_wait_seconds",
+            "Wait for a signature after the prefill's answer.",
+            buckets=_SHORT,
+            registry=r,
         )
         self.tpot = Histogram(
-            "eldrd_tpot_seconds", "Mean gap between the tokens (or events) of a stream.", ("worker",), buckets=_TPOT, registry=r
+            "eldrd_tpot_seconds",
+            "Mean gap between the tokens (or events) of a stream.",
+            ("worker",),
+            buckets=_TPOT,
+            registry=r,
         )
         self.output_tokens = Counter("eldrd_output_tokens", "Tokens (or events) streamed.", registry=r)
         self.generation = Gauge("eldrd_config_generation", "Configurations loaded since the start.", registry=r)
