@@ -8,6 +8,7 @@ one worker do not slow each other down, which matters to plain workers only.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections import Counter
 from contextlib import suppress
@@ -332,14 +333,16 @@ class Worker:
         return web.Response()
 
     async def _stats(self, request: web.Request) -> web.Response:
-        """What a run needs to judge the fleet: decode steps since ``?since=N`` as [batch, active experts], hand-offs,
-        rule violations, hook counters."""
+        """What a run needs to judge the fleet: decode steps from number ``?since=N`` on as [batch, active experts] and
+        the number of the next one, hand-offs, rule violations, hook counters."""
         engine = self.engine
-        steps = list(engine.decode.steps)[int(request.query.get("since", 0)) :]
+        steps = engine.decode.steps
+        since = int(request.query.get("since", 0))
         hook = engine.hook
         return _json(
             {
-                "steps": [[s.batch, s.active] for s in steps],
+                "next_step": len(steps),
+                "steps": [[s.batch, s.active] for s in itertools.islice(steps, since, None)],
                 "local_prefills": engine.local_prefills,
                 "hand_offs": {"pinned": engine.ledger.pinned, **engine.ledger.ends},
                 "violations": [v.kind for v in self._fabric.violations if v.worker == self.name],
