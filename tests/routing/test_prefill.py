@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldrd.routing.build import build_prefill
 from eldrd.routing.policy import NoWorkerError
 from eldrd.routing.prefill import PrefixHash
 
@@ -87,3 +88,17 @@ def test_gate(fleet: list[tuple[int, bool]], key: bytes) -> None:
         assert decision.reason == "gate"
         assert decision.score == min(int(in_flight[r]) for r in rows)
         assert usable[decision.worker]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("prefix_hash", "down"), ("jsq", "jsq"), ("round_robin", "round_robin")])
+def test_policies_by_name(name: str, reason: str) -> None:
+    policy = build_prefill(name, workers=["p0", "p1"])
+    decision = policy.choose(b"prompt", np.zeros(2, np.int32), np.array([False, True]))
+    assert (decision.worker, decision.reason) == (1, reason)
+    with pytest.raises(NoWorkerError):
+        policy.choose(b"prompt", np.zeros(2, np.int32), np.zeros(2, np.bool_))
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="prefill policy is 'p2c', expected prefix_hash, jsq or round_robin"):
+        build_prefill("p2c", workers=["p0"])
