@@ -54,6 +54,15 @@ def test_balanced_assignment_is_optimal(k: int, extra: int, seed: int) -> None:
     assert float(similarity[np.arange(n), got].sum()) == pytest.approx(best, rel=1e-5)
 
 
+@pytest.mark.parametrize(("n", "sizes"), [(4, [1, 1, 2]), (7, [2, 2, 3]), (6, [2, 2, 2])])
+def test_a_cluster_nobody_likes_gets_its_share(n: int, sizes: list[int]) -> None:
+    similarity = np.ones((n, 3), np.float32)
+    similarity[:, 1] = 0
+    got = np.bincount(balanced_assignment(similarity), minlength=3)
+    assert sorted(got) == sizes
+    assert got[1] == n // 3
+
+
 def test_recovers_planted_domains(tmp_path: Path) -> None:
     capture = planted()
     p = fit(capture, ["d0", "d1", "d2", "d3"])
