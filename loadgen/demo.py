@@ -102,12 +102,7 @@ async def run(plan: Plan) -> int:
     )
     report.plot(runs, plan.out / "demo.png")
     console.print(report.table(figures))
-    console.print(
-        f"eldr against jsq: active experts {changes['active_experts_change']:+.1%}, "
-        f"TPOT P50 {changes['tpot_p50_change']:+.1%}, P99 {changes['tpot_p99_change']:+.1%}. "
-        f"{plan.out / 'report.json'}, {plan.out / 'demo.png'}",
-        highlight=False,
-    )
+    console.print(f"{plan.out / 'report.json'}, {plan.out / 'demo.png'}", highlight=False)
     failed = sum(f["errors"] for f in figures.values())
     if failed or misuse:
         console.print(f"[red]{failed} requests failed, {misuse} hand-offs were misused; see {plan.out}/*.log[/red]")

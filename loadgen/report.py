@@ -57,20 +57,30 @@ def change(figures: Mapping[str, Mapping[str, Any]], key: str, of: str, against:
     return round(float(figures[of][key] / figures[against][key] - 1), 4)
 
 
+_ROWS = (
+    ("TTFT P50, ms", "ttft_p50_ms"),
+    ("TPOT P50, ms", "tpot_p50_ms"),
+    ("TPOT P95, ms", "tpot_p95_ms"),
+    ("TPOT P99, ms", "tpot_p99_ms"),
+    ("active experts a step", "active_experts"),
+    ("active experts a token", "active_experts_by_token"),
+    ("requests in the batch", "batch"),
+)
+
+
 def table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The figures of each policy as a row."""
-    out = Table(title="TTFT and TPOT in ms; active experts a layer and decode step")
-    for name in ("policy", "TTFT P50", "TPOT P50", "TPOT P95", "TPOT P99", "active experts", "batch"):
-        out.add_column(name, justify="left" if name == "policy" else "right")
-    out.add_column("requests a worker")
-    out.add_column("errors", justify="right")
-    for policy, f in figures.items():
-        numbers = [
-            f"{f[k]:.1f}"
-            for k in ("ttft_p50_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms", "active_experts", "batch")
-        ]
-        workers = " ".join(f"{w}:{n}" for w, n in f["requests"].items())
-        out.add_row(policy, *numbers, workers, str(f["errors"]))
+    """A column each policy, and how far each later one is from the first. Active experts are the mean over layers."""
+    first, *others = figures
+    out = Table("", *figures, *(f"{p} / {first}" for p in others))
+    for column in out.columns[1:]:
+        column.justify = "right"
+    for text, key in _ROWS:
+        changes = [f"{change(figures, key, p, first):+.1%}" for p in others]
+        out.add_row(text, *(f"{f[key]:.1f}" for f in figures.values()), *changes)
+    workers = sorted({w for f in figures.values() for w in f["requests"]})
+    for w in workers:
+        out.add_row(f"requests to {w}", *(str(f["requests"].get(w, 0)) for f in figures.values()))
+    out.add_row("failed requests", *(str(f["errors"]) for f in figures.values()))
     return out
 
 

@@ -42,8 +42,8 @@ class ModelSpec:
     block_size: int = 32
     max_model_len: int = 8192
     general: float = 0.7
-    domain: float = 3.0
-    topic: float = 1.0
+    domain: float = 2.5
+    topic: float = 0.8
     seed: int = 0
 
     @property

@@ -1,0 +1,114 @@
+"""The open-loop client measures what a server with known timing does, and names every way a request can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from loadgen import client
+from loadgen.workloads import Request
+
+TOKEN = b'data: {"choices":[{"index":0,"text":" a"}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\n'
+DONE = b"data: [DONE]\n\n"
+GAP = 0.04
+
+
+def trace(n: int, spacing: float = 0.0) -> list[Request]:
+    return [Request(i * spacing, i % 2, f"prompt {i}", 4) for i in range(n)]
+
+
+async def serve(pieces: list[bytes], *, status: int = 200, cut: bool = False, seen: list | None = None):
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if seen is not None:
+            seen.append((time.monotonic(), dict(request.headers), await request.json()))
+        response = web.StreamResponse(status=status, headers={"x-eldrd-decode": "d1"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for p in pieces:
+            await asyncio.sleep(GAP)
+            await response.write(p)
+        if cut:
+            request.transport.abort()
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handler)
+    server = TestServer(app)
+    await server.start_server()
+    return server
+
+
+async def results(pieces: list[bytes], n: int = 1, **kw) -> list[client.Result]:
+    server = await serve(pieces, **kw)
+    try:
+        return await client.run(str(server.make_url("/")), trace(n), timeout_s=1.0)
+    finally:
+        await server.close()
+
+
+async def test_times_of_a_stream():
+    (r,) = await results([TOKEN, TOKEN, TOKEN, TOKEN, USAGE % 4 + DONE])
+    assert r.ok
+    assert r.worker == "d1"
+    assert r.tokens == 4
+    assert r.ttft == pytest.approx(GAP, abs=0.03)
+    assert r.tpot == pytest.approx(GAP, abs=0.02)
+    assert len(r.gaps) == 3
+
+
+async def test_tokens_are_the_servers_not_the_events():
+    # Four events hold seven tokens: three gaps of 40 ms over six token intervals.
+    (r,) = await results([TOKEN, TOKEN, TOKEN, TOKEN, USAGE % 7 + DONE])
+    assert r.tokens == 7
+    assert r.tpot == pytest.approx(3 * GAP / 6, abs=0.01)
+
+
+async def test_events_may_be_cut_anywhere():
+    stream = TOKEN * 3 + USAGE % 3 + DONE
+    (r,) = await results([stream[:20], stream[20:70], stream[70:100], stream[100:-1], stream[-1:]])
+    assert (r.outcome, r.tokens, len(r.gaps)) == ("ok", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "options", "outcome"),
+    [
+        ([TOKEN], {}, "truncated"),
+        ([TOKEN], {"cut": True}, "broken"),
+        ([TOKEN, b'data: {"error":{"code":500}}\n\n', DONE], {}, "error_event"),
+        ([b"{}"], {"status": 503}, "http_503"),
+        ([TOKEN] * 40, {}, "timeout"),
+    ],
+)
+async def test_failures_have_names(pieces, options, outcome):
+    (r,) = await results(pieces, **options)
+    assert r.outcome == outcome
+    assert not r.ok
+
+
+async def test_arrivals_do_not_wait_for_answers():
+    seen: list = []
+    server = await serve([TOKEN] * 5 + [DONE], seen=seen)
+    try:
+        counters: list[client.Progress] = []
+        got = await client.run(
+            str(server.make_url("/")), trace(5, 0.03), model="m", labels=("code", "math"), started=counters.append
+        )
+    finally:
+        await server.close()
+    assert all(r.ok for r in got)
+    assert seen[-1][0] - seen[0][0] == pytest.approx(0.12, abs=0.05)
+    assert [h["X-Eldrd-Label"] for _, h, _ in seen] == ["code", "math", "code", "math", "code"]
+    assert {b["model"] for _, _, b in seen} == {"m"}
+    assert (counters[0].sent, counters[0].ended, counters[0].failed) == (5, 5, 0)
+
+
+async def test_nobody_listens():
+    server = await serve([])
+    url = str(server.make_url("/"))
+    await server.close()
+    assert [r.outcome for r in await client.run(url, trace(2))] == ["broken", "broken"]
