@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import ssl as tls
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, dechunk, parse_head
@@ -75,8 +75,8 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports are no subclasses of asyncio's.
+        self.transport = cast("asyncio.Transport", transport)
 
     async def send(self, parts: Sequence[bytes], timeout_s: float) -> Head:
         """Write a request and wait for the head of its final answer. Raises UpstreamError(first_byte)."""
