@@ -118,8 +118,11 @@ class _Engine:
 
     def _finish(self, seq: Sequence) -> None:
         self.finished[seq.output.finish_reason] += 1
-        if (seq.params or {}).get("do_remote_decode"):
+        params = seq.params or {}
+        if params.get("do_remote_decode"):
             seq.hand_off = self.ledger.pin(seq, lambda: self._release(seq))
+            if self.hook is not None and "eldr_id" in params:
+                seq.hand_off["eldr"] = {"id": params["eldr_id"], "blocks": len(seq.hashes)}
         else:
             self._release(seq)
 

@@ -7,12 +7,14 @@ import dataclasses
 import itertools
 
 import aiohttp
+import openai
 import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadgen.fleet import EmulatedFleet, Faults, Worker
 from loadgen.fleet.decode import StepCost
+from loadgen.fleet.prefill import PrefillCost
 
 ASK_P = {
     "do_remote_decode": True,
@@ -285,6 +287,50 @@ async def test_client_that_leaves_aborts_its_request(fast, http, stream):
         assert d.engine.pool.usage == p.engine.pool.usage == 0
         assert d.engine.finished == {"abort": 1}
         assert p.engine.ledger.ends == {"consumed": 1}
+
+
+async def test_client_that_leaves_during_prefill_leaves_nothing_pinned(fast, http):
+    spec = dataclasses.replace(fast, prefill_cost=PrefillCost(0.2, 0.0))
+    async with EmulatedFleet(spec) as fleet:
+        p = fleet.prefill[0]
+        asks = [asyncio.create_task(prefill(http, p, text(100, 100 * i))) for i in range(2)]
+        await asyncio.sleep(0.1)
+        assert (p.engine.prefill.running, p.engine.prefill.waiting) == (1, 1)
+        for a in asks:
+            a.cancel()
+        await asyncio.sleep(0.05)
+        assert (p.engine.prefill.running, p.engine.prefill.waiting) == (1, 0)
+        await asyncio.sleep(0.2)
+        assert p.engine.prefill.running == 0
+        assert p.engine.pool.usage == 0
+        assert p.engine.ledger.pinned == 0
+        assert p.engine.finished == {"abort": 2}
+
+
+async def test_one_request_id_twice_makes_two_hand_offs(fleet, http):
+    ids = []
+    for _ in range(2):
+        body = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": ASK_P}
+        _, answer = await post(http, fleet.prefill[0], body, headers={"X-Request-Id": "same"})
+        assert answer["id"] == "cmpl-same"
+        ids.append(answer["kv_transfer_params"]["remote_request_id"])
+    assert ids[0] != ids[1]
+    assert all(i.startswith("cmpl-same-0-") for i in ids)
+
+
+async def test_official_client_understands_the_answers(fleet):
+    async with openai.AsyncOpenAI(base_url=fleet.plain[0].url + "/v1", api_key="none", max_retries=0) as api:
+        ask = {"model": "emulated-moe", "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+        whole = await api.completions.create(prompt=text(5), **ask)
+        streamed = [c async for c in await api.completions.create(prompt=text(5), stream=True, **ask)]
+        assert "".join(c.choices[0].text for c in streamed) == whole.choices[0].text
+        messages = [{"role": "user", "content": text(5)}]
+        chat = await api.chat.completions.create(messages=messages, **ask)
+        deltas = [c async for c in await api.chat.completions.create(messages=messages, stream=True, **ask)]
+        assert "".join(c.choices[0].delta.content for c in deltas) == chat.choices[0].message.content
+        assert chat.usage.completion_tokens == whole.usage.completion_tokens == 6
+        with pytest.raises(openai.NotFoundError):
+            await api.completions.create(prompt="a", model="other")
 
 
 async def test_waiting_prompt_is_admitted_when_pinned_blocks_are_released(fast, http):

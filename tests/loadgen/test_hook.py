@@ -153,6 +153,15 @@ async def test_want_brings_rows_again(fleet, daemon, http):
     assert fleet.prefill[0].engine.hook.lost_rows == 1
 
 
+async def test_answer_acknowledges_beside_the_hand_off(fleet, daemon, http):
+    for hand_off in (True, False):
+        params = {"do_remote_decode": hand_off, "eldr_id": "r0"}
+        body = {"prompt": list(range(1, 101)), "max_tokens": 1, "kv_transfer_params": params}
+        async with http.post(fleet.prefill[0].url + "/v1/completions", json=body) as r:
+            answered = (await r.json())["kv_transfer_params"]
+        assert (answered or {}).get("eldr") == ({"id": "r0", "blocks": 3} if hand_off else None)
+
+
 async def test_request_without_eldr_id_pushes_blocks_only(fleet, daemon, http):
     await ask(http, fleet, list(range(1, 41)), None)
     await daemon.until(lambda: daemon.pushed == 1)
