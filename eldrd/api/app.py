@@ -12,8 +12,8 @@ from multidict import CIMultiDict
 
 from eldrd.api import errors, openai
 from eldrd.api.relay import ClientPort, Relayed, RelayServer
+from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import Failure
-from eldrd.handoff.lifecycle import Answer
 from eldrd.handoff.request import Record, Request
 from eldrd.telemetry import metrics as m
 

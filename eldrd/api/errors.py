@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import orjson
 
+from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import Failure
-from eldrd.handoff.lifecycle import Answer
 
 JSON_TYPE = (b"content-type", b"application/json")
 

@@ -67,7 +67,7 @@ class Relayed(web.StreamResponse):
 
 
 class ClientPort:
-    """One client request's transport as the lifecycle sees it (handoff.lifecycle.Client)."""
+    """One client request's transport as the lifecycle sees it (handoff.answer.Client)."""
 
     __slots__ = ("_chunked", "_client_id", "_handler", "_keep_alive", "_stream", "_transport", "_version", "started")
 

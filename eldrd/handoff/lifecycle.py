@@ -6,14 +6,15 @@ Every way out of here ends the leases and the hand-off; what cannot be answered 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from eldrd.fleet import vllm
 from eldrd.fleet.connection import Connection, IdleWatch, UpstreamError
-from eldrd.handoff.failure import Failure, bad_gateway, no_worker, timed_out
+from eldrd.handoff.answer import Answer
+from eldrd.handoff.failure import bad_gateway, no_worker
+from eldrd.handoff.retry import Retries, final
 from eldrd.routing.policy import NoWorkerError
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from eldrd.fleet.framing import BodyTracker, Head
-    from eldrd.fleet.table import LoadTable, Pool
+    from eldrd.fleet.table import LoadTable
     from eldrd.fleet.worker import Worker
+    from eldrd.handoff.answer import Client
     from eldrd.handoff.ledger import HandOff, Ledger
     from eldrd.handoff.request import Record, Request
     from eldrd.handoff.snapshot import Snapshot
@@ -37,36 +39,6 @@ _HEAD = (
     b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"
 )
-
-
-class Client(Protocol):
-    """The client's side of a relay, implemented by api."""
-
-    def can_relay(self, tracker: BodyTracker) -> bool:
-        """Whether the worker's framing can pass to this client as it is."""
-
-    def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
-        """Write the head of the answer; what takes the body's bytes from then on."""
-
-    def attach(self, connection: Connection) -> None:
-        """Couple flow control: a client that reads slowly pauses ``connection``."""
-
-    def detach(self) -> None:
-        """The relay is over."""
-
-    def fail(self, connection: Connection, message: str) -> None:
-        """The worker was lost in the middle: end the client's stream so that it cannot be taken for complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer, to be sent as it is. relayed: it has been written already; ``complete`` says whether all of it."""
-
-    status: int
-    body: bytes
-    headers: list[tuple[bytes, bytes]]
-    relayed: bool = False
-    complete: bool = True
 
 
 class _PrefillAgainError(Exception):
@@ -103,15 +75,14 @@ class _Way:
 
     __slots__ = (
         "attempt",
-        "budget",
         "client",
         "life",
         "loop",
         "record",
         "request",
+        "retries",
         "signature",
         "snap",
-        "tried",
         "wants_signature",
     )
 
@@ -122,9 +93,8 @@ class _Way:
         self.client = client
         self.record = record
         self.loop = asyncio.get_running_loop()
-        self.budget = snap.settings.retries.attempts
         self.attempt = 0
-        self.tried: set[Worker] = set()
+        self.retries = Retries(snap.settings, life._metrics, record)
         self.signature: Signature | None = None
         self.wants_signature = snap.decode_policy.wants_signature or bool(snap.settings.capture.dir)
 
@@ -167,14 +137,14 @@ class _Way:
                 hand_off = self.life._ledger.open(eldr_id, worker.name, params, self.loop.time())
                 return hand_off
             except UpstreamError as e:
-                self._may_retry("prefill", e)
+                self.retries.again("prefill", e)
             finally:
                 if hand_off is None:
                     self.life._receiver.forget(eldr_id)
 
     async def _prefill_once(self, eldr_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes, Worker]:
         request, snap, record = self.request, self.snap, self.record
-        usable = self._usable(snap.prefill)
+        usable = self.retries.usable(snap.prefill)
         try:
             decision = snap.prefill_policy.choose(request.prefix, snap.prefill.in_flight(), usable)
         except NoWorkerError:
@@ -191,12 +161,11 @@ class _Way:
                 head, connection = await self._exchange(worker, eldr_id, [body], snap.settings.timeouts.prefill_s)
                 answer = await connection.collect(MAX_ANSWER)
             except UpstreamError as e:
-                if not e.stale:
-                    self._blame(worker, e)
+                self.retries.failed(worker, e)
                 raise
             connection.release()
             connection = None
-            self._answered(worker, head.status)
+            self.retries.answered(worker, head.status)
         finally:
             if connection is not None:
                 connection.abort()
@@ -241,7 +210,7 @@ class _Way:
         while True:
             if self.loop.time() - hand_off.opened > self.snap.settings.timeouts.handoff_s:
                 hand_off.end("expired")
-                self._spend("decode", "handoff_expired")
+                self.retries.spend("decode", "handoff_expired")
                 raise _PrefillAgainError
             worker = self._decide()
             lease = self.life._table.lease(worker)
@@ -253,14 +222,13 @@ class _Way:
                         worker, hand_off.id, parts, self.snap.settings.timeouts.first_byte_s
                     )
                 except UpstreamError as e:
-                    if not e.stale:
-                        self._blame(worker, e)
-                    self._may_retry("decode", e)
+                    self.retries.failed(worker, e)
+                    self.retries.again("decode", e)
                     if e.phase != "connect":
                         # D may have begun to pull: a hand-off that is used twice gives wrong tokens.
                         raise _PrefillAgainError from None
                     continue
-                self._answered(worker, head.status)
+                self.retries.answered(worker, head.status)
                 if head.status == 200:
                     hand_off.end("consumed")
                 return await self._relay(worker, connection, head)
@@ -279,7 +247,9 @@ class _Way:
             else:
                 record.signature = "mismatch"
         try:
-            decision: Decision = snap.decode_policy.choose(snap.decode.in_flight(), self._usable(snap.decode), counts)
+            decision: Decision = snap.decode_policy.choose(
+                snap.decode.in_flight(), self.retries.usable(snap.decode), counts
+            )
         except NoWorkerError:
             raise no_worker("decode") from None
         worker = snap.decode.workers[decision.worker]
@@ -298,8 +268,8 @@ class _Way:
             try:
                 body = await connection.collect(MAX_ANSWER)
             except UpstreamError as e:
-                self._blame(worker, e)
-                raise self._final("decode", e) from None
+                self.retries.failed(worker, e)
+                raise final("decode", e) from None
             record.first = self.loop.time()
             return Answer(head.status, body, headers)
         write = client.start(head, tracker, headers)
@@ -313,8 +283,7 @@ class _Way:
         except UpstreamError as e:
             complete = False
             record.outcome = f"decode_lost_{e.cause}"
-            if e.cause != "stalled":
-                self._blame(worker, e)
+            self.retries.failed(worker, e)
             client.fail(connection, "The decode worker was lost before the answer was complete.")
         finally:
             self.life._watch.remove(connection)
@@ -349,53 +318,3 @@ class _Way:
         except asyncio.CancelledError:
             connection.abort()
             raise
-
-    def _usable(self, pool: Pool) -> NDArray[np.bool_]:
-        usable = pool.usable()
-        if self.tried:
-            for row, worker in enumerate(pool.workers):
-                if worker in self.tried:
-                    usable[row] = False
-        return usable
-
-    def _blame(self, worker: Worker, e: UpstreamError) -> None:
-        health = self.snap.settings.health
-        worker.failed(health.failures, health.open_s, unreachable=e.phase == "connect")
-        self.tried.add(worker)
-
-    def _answered(self, worker: Worker, status: int) -> None:
-        if status >= 500:
-            health = self.snap.settings.health
-            worker.failed(health.failures, health.open_s, unreachable=False)
-        else:
-            worker.succeeded()
-
-    def _may_retry(self, role: str, e: UpstreamError) -> None:
-        """Spend one retry, or raise what the client gets. A stale connection costs none: the next one is new."""
-        if e.stale:
-            self.record.retries.append(f"{role}_stale")
-            self.life._metrics.retries.labels(role, "stale").inc()
-            return
-        if (
-            e.answered
-            or (e.cause == "timeout" and e.phase != "connect")
-            or e.cause not in ("refused", "reset", "timeout")
-        ):
-            raise self._final(role, e)
-        if self.budget == 0:
-            raise self._final(role, e)
-        self._spend(role, e.cause)
-
-    def _spend(self, role: str, cause: str) -> None:
-        if self.budget == 0:
-            raise bad_gateway(role, cause)
-        self.budget -= 1
-        self.record.retries.append(f"{role}_{cause}")
-        self.life._metrics.retries.labels(role, cause).inc()
-
-    def _final(self, role: str, e: UpstreamError) -> Failure:
-        if e.cause == "timeout":
-            return timed_out(role, e.phase)
-        if e.phase == "connect":
-            return no_worker(role)
-        return bad_gateway(role, e.cause)

