@@ -56,16 +56,18 @@ async def test_times_of_a_stream():
     assert r.ok
     assert r.worker == "d1"
     assert r.tokens == 4
-    assert r.ttft == pytest.approx(GAP, abs=0.03)
-    assert r.tpot == pytest.approx(GAP, abs=0.02)
+    assert 0.9 * GAP < r.ttft < GAP + 0.2
+    assert 0.8 * GAP < r.tpot < GAP + 0.1
     assert len(r.gaps) == 3
+    assert sum(r.gaps) == pytest.approx(3 * r.tpot)
 
 
 async def test_tokens_are_the_servers_not_the_events():
     # Four events hold seven tokens: three gaps of 40 ms over six token intervals.
     (r,) = await results([TOKEN, TOKEN, TOKEN, TOKEN, USAGE % 7 + DONE])
     assert r.tokens == 7
-    assert r.tpot == pytest.approx(3 * GAP / 6, abs=0.01)
+    assert sum(r.gaps) > 0.8 * 3 * GAP
+    assert r.tpot == pytest.approx(sum(r.gaps) / 6)
 
 
 async def test_events_may_be_cut_anywhere():
@@ -101,7 +103,7 @@ async def test_arrivals_do_not_wait_for_answers():
     finally:
         await server.close()
     assert all(r.ok for r in got)
-    assert seen[-1][0] - seen[0][0] == pytest.approx(0.12, abs=0.05)
+    assert seen[-1][0] - seen[0][0] == pytest.approx(0.12, abs=0.07)
     assert [h["X-Eldrd-Label"] for _, h, _ in seen] == ["code", "math", "code", "math", "code"]
     assert {b["model"] for _, _, b in seen} == {"m"}
     assert (counters[0].sent, counters[0].ended, counters[0].failed) == (5, 5, 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import statistics
+from typing import TYPE_CHECKING
 
 import aiohttp
 import openai
@@ -15,6 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadgen.fleet import EmulatedFleet, Faults, Worker
 from loadgen.fleet.decode import StepCost
 from loadgen.fleet.prefill import PrefillCost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ASK_P = {
     "do_remote_decode": True,
@@ -46,6 +51,14 @@ async def events(response: aiohttp.ClientResponse) -> list[bytes]:
     raw = await response.read()
     assert raw.endswith(b"\n\n")
     return raw[:-2].split(b"\n\n")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("waited in vain")
 
 
 async def metric(http, worker: Worker, name: str) -> float:
@@ -131,6 +144,19 @@ async def test_stop_string_ends_and_is_left_out(fleet, http):
     assert choice["stop_reason"] == words[4]
     assert choice["text"] == "".join(f" {w}" for w in words[: words.index(words[4])]) + " "
     assert cut["usage"]["completion_tokens"] == words.index(words[4]) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_puts_the_prompt_first(fleet, http, stream):
+    words = fleet.model.vocabulary
+    prompt = words.decode(range(1, 6))
+    body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    _, plain = await post(http, fleet.plain[0], body)
+    async with http.post(fleet.plain[0].url + "/v1/completions", json={**body, "echo": True, "stream": stream}) as r:
+        raw = await r.read()
+    parts = raw.split(b"\n\n")[:-2] if stream else [raw]
+    echoed = "".join(orjson.loads(e.removeprefix(b"data: "))["choices"][0]["text"] for e in parts)
+    assert echoed == prompt + plain["choices"][0]["text"]
 
 
 @pytest.mark.parametrize(
@@ -252,8 +278,11 @@ async def test_step_time_follows_active_experts(fast, http):
         ask = [{"prompt": text(40, 50 * i), "ignore_eos": True, "max_tokens": 20} for i in range(4)]
         await asyncio.gather(*(post(http, d, a) for a in ask))
         steps = list(d.engine.decode.steps)
-    for before, after in itertools.pairwise(steps):
-        assert after.t - before.t == pytest.approx(0.002 + 0.004 * after.active, abs=0.006)
+    excess = [b.t - a.t - (0.002 + 0.004 * b.active) for a, b in itertools.pairwise(steps)]
+    assert min(excess) > -1e-6
+    # A busy machine makes single steps late, not most.
+    assert statistics.median(excess) < 0.003
+    assert len({s.active for s in steps}) > 3
 
 
 async def test_max_num_seqs_makes_the_rest_wait(fast, http):
@@ -261,7 +290,7 @@ async def test_max_num_seqs_makes_the_rest_wait(fast, http):
     async with EmulatedFleet(spec) as fleet:
         d = fleet.plain[0]
         asks = [
-            asyncio.create_task(post(http, d, {"prompt": text(9), "ignore_eos": True, "max_tokens": 30}))
+            asyncio.create_task(post(http, d, {"prompt": text(9), "ignore_eos": True, "max_tokens": 60}))
             for _ in range(5)
         ]
         await asyncio.sleep(0.08)
@@ -279,11 +308,9 @@ async def test_client_that_leaves_aborts_its_request(fast, http, stream):
         params = await prefill(http, p, text(100))
         body = {"prompt": text(100), "max_tokens": 500, "ignore_eos": True, "stream": stream}
         ask = asyncio.create_task(post(http, d, {**body, "kv_transfer_params": params}))
-        await asyncio.sleep(0.1)
-        assert d.engine.decode.running == 1
+        await until(lambda: d.engine.decode.running == 1)
         ask.cancel()
-        await asyncio.sleep(0.1)
-        assert d.engine.decode.running == 0
+        await until(lambda: d.engine.decode.running == 0)
         assert d.engine.pool.usage == p.engine.pool.usage == 0
         assert d.engine.finished == {"abort": 1}
         assert p.engine.ledger.ends == {"consumed": 1}
@@ -294,14 +321,11 @@ async def test_client_that_leaves_during_prefill_leaves_nothing_pinned(fast, htt
     async with EmulatedFleet(spec) as fleet:
         p = fleet.prefill[0]
         asks = [asyncio.create_task(prefill(http, p, text(100, 100 * i))) for i in range(2)]
-        await asyncio.sleep(0.1)
-        assert (p.engine.prefill.running, p.engine.prefill.waiting) == (1, 1)
+        await until(lambda: (p.engine.prefill.running, p.engine.prefill.waiting) == (1, 1))
         for a in asks:
             a.cancel()
-        await asyncio.sleep(0.05)
-        assert (p.engine.prefill.running, p.engine.prefill.waiting) == (1, 0)
-        await asyncio.sleep(0.2)
-        assert p.engine.prefill.running == 0
+        await until(lambda: (p.engine.prefill.running, p.engine.prefill.waiting) == (1, 0))
+        await until(lambda: p.engine.prefill.running == 0)
         assert p.engine.pool.usage == 0
         assert p.engine.ledger.pinned == 0
         assert p.engine.finished == {"abort": 2}
