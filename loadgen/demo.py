@@ -36,6 +36,7 @@ _CALIBRATION_SEED, _TRACE_SEED = 1, 2
 _CALIBRATION_RATE = 25.0
 _CALIBRATION_WORKLOAD = Workload(output_median=6, output_sigma=0.3, output_clip=(4, 8))
 _START_LIMIT_S = 90.0
+_NO_STEP = 2**31
 
 
 class DemoError(RuntimeError):
@@ -187,7 +188,7 @@ class _Demo:
         """Send the trace; the window runs from the end of the warm-up to the end of the arrivals."""
         sending = asyncio.create_task(self._send(policy, self._trace))
         await asyncio.sleep(self._plan.warm_up)
-        first = [await self._steps(w["url"], 2**31) for w in self._fleet["decode"]]
+        first = [await self._steps(w["url"], _NO_STEP) for w in self._fleet["decode"]]
         await asyncio.sleep(self._plan.seconds - self._plan.warm_up)
         steps = []
         for w, (since, _) in zip(self._fleet["decode"], first, strict=True):
@@ -199,7 +200,7 @@ class _Demo:
         """Hand-off rules broken, and prompts that decode workers had to prefill themselves."""
         n = 0
         for w in self._fleet["decode"]:
-            async with self._http.get(w["url"] + "/emulated/stats", params={"since": 2**31}) as r:
+            async with self._http.get(w["url"] + "/emulated/stats", params={"since": _NO_STEP}) as r:
                 stats = await r.json()
             n += len(stats["violations"]) + stats["local_prefills"]
         return n
@@ -216,19 +217,18 @@ class _Demo:
             ticker.append(asyncio.create_task(self._tick(name, progress)))
 
         try:
-            return await client.run(self._url, trace, model=self._fleet["model"], labels=DOMAINS, started=started)
+            results = await client.run(self._url, trace, model=self._fleet["model"], labels=DOMAINS, started=started)
         finally:
             for t in ticker:
-                if t.done():
-                    t.result()  # a process ended, which says more than the failed requests
                 t.cancel()
             self._console.print()
+        for p in self._processes:
+            p.check()
+        return results
 
     async def _tick(self, name: str, progress: client.Progress) -> None:
         terminal = self._console.is_terminal
         while True:
-            for p in self._processes:
-                p.check()
             self._console.print(
                 f"{name}: {progress.sent} of {progress.total} requests sent, {progress.sent - progress.ended} running, "
                 f"{progress.failed} failed   ",
