@@ -47,10 +47,13 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What the scheduler tells the worker about one engine step. hashes: new 64-bit block hashes by request."""
+    """What the scheduler tells the worker about one engine step.
+
+    hashes: by request the index of the first new block and the 64-bit hashes from there on.
+    """
 
     opened: list[Opened] = field(default_factory=list)
-    hashes: dict[str, list[int]] = field(default_factory=dict)
+    hashes: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
 
@@ -170,8 +173,12 @@ class Attributor:
         """
         for o in step.opened:
             self._prompts[o.request] = _Prompt(o.key, o.tokens)
-        for request, hashes in step.hashes.items():
-            self._prompts[request].hashes.extend(hashes)
+        for request, (first, hashes) in step.hashes.items():
+            prompt = self._prompts.get(request)
+            if prompt is not None and first == len(prompt.hashes):
+                prompt.hashes.extend(hashes)
+            else:  # an earlier step never came: which hash is which block's cannot be known any more
+                self._prompts.pop(request, None)
         done: list[tuple[int, NDArray[np.int64]]] = []
         records: list[Record] = []
         for chunk, (counts, whole) in zip(step.chunks, self._cells(step.chunks, rows, ids), strict=True):
@@ -238,14 +245,12 @@ class Attributor:
 
     def _record(self, prompt: _Prompt, key: str) -> Record:
         blocks, tail = divmod(prompt.tokens, self.block_size)
-        begun = prompt.block == blocks and prompt.counted == tail and prompt.counts is not None
+        begun = prompt.block == blocks and prompt.counts is not None
         return Record(
             key=key,
             tokens=prompt.tokens,
             hashes=np.array(prompt.hashes[:blocks], wire.HASH),
             tail=tail,
-            counts=(prompt.counts if tail and begun and prompt.counts is not None else np.zeros(self.width)).astype(
-                self.dtype
-            ),
-            partial=bool(prompt.bad) or (tail > 0 and not begun) or len(prompt.hashes) < blocks,
+            counts=(prompt.counts if begun and prompt.counts is not None else np.zeros(self.width)).astype(self.dtype),
+            partial=bool(prompt.bad) or len(prompt.hashes) < blocks,
         )

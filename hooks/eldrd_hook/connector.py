@@ -142,7 +142,7 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
         sent = self._sent[request_id]
         fresh = request.block_hashes[sent:]
         if fresh:
-            step.hashes[request_id] = [attribution.low64(h) for h in fresh]
+            step.hashes[request_id] = (sent, [attribution.low64(h) for h in fresh])
             self._sent[request_id] = sent + len(fresh)
         table = blocks.get_block_ids(request_id)[self._group]
         size = self._group_block_size

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -163,6 +164,58 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     daemon.stop = True
     thread.join()
     Scheduler._preempt_request = preempt
+
+
+def _config(**changes: Any) -> Any:
+    """The parts of a VllmConfig that the hook checks, of a server that it accepts."""
+    parallel = dict.fromkeys(
+        [
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ],
+        1,
+    )
+    experts = changes.pop("experts", 32)
+    routed = changes.pop("enable_return_routed_experts", False)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(get_num_experts=lambda: experts),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=routed),
+        parallel_config=SimpleNamespace(**{**parallel, "enable_dbo": False, **changes}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"experts": 0}, "take EldrConnector out"),
+        ({"enable_return_routed_experts": True}, "drop that flag"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 1"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
+        ({"enable_dbo": True}, "--enable-dbo"),
+    ],
+)
+def test_refuses_what_it_cannot_see(change: dict[str, Any], remedy: str) -> None:
+    from eldrd_hook import capture
+
+    capture.check(_config())
+    with pytest.raises(capture.UnseenError, match=remedy):
+        capture.check(_config(**change))
+
+
+def test_refuses_kernels_and_routers_that_do_not_report(engine: Engine) -> None:
+    from eldrd_hook import capture
+
+    seen = capture.of_process(None)
+    method = SimpleNamespace(is_monolithic=True)
+    runner = SimpleNamespace(layer_id=0, router=object(), routed_experts=SimpleNamespace(quant_method=method))
+    with pytest.raises(capture.UnseenError, match="--moe-backend"):
+        seen.bind(runner)
+    method.is_monolithic = False
+    with pytest.raises(capture.UnseenError, match="--moe-backend"):
+        seen.bind(runner)
 
 
 def test_hello(engine: Engine) -> None:
