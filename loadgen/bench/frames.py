@@ -43,7 +43,7 @@ class Prompts:
 
     def signatures(self) -> NDArray[np.int32]:
         """int32 [P, L, E]: the expert counts of each prompt."""
-        total = self.rows.sum(axis=1, dtype=np.int32) + self.tails
+        total: NDArray[np.int32] = self.rows.sum(axis=1, dtype=np.int32) + self.tails
         return total.reshape(-1, *GEOMETRY.shape)
 
 
@@ -96,18 +96,18 @@ def write_frames(p: Prompts, path: Path) -> None:
         hash_algo=GEOMETRY.hash_algo,
     )
     blocks = wire.Blocks(v=wire.VERSION, seq=1, n=PROMPTS * BLOCKS, dtype="u1")
-    preamble = _greeting() + _message(wire.encode(hello)) + _message(wire.encode(blocks, p.hashes, p.rows))
+    preamble = _message(wire.encode(hello)) + _message(wire.encode(blocks, p.hashes, p.rows))
     header: dict[str, Any] = {"v": wire.VERSION, "seq": _SEQ, "id": _ID, "blocks": BLOCKS, "tail": TAIL}
     request = wire.Request(**header, tokens=BLOCKS * GEOMETRY.block_size + TAIL, partial=False, dtype="u1")
     messages = [_message(wire.encode(request, p.hashes[i], p.tails[i])) for i in range(PROMPTS)]
     size = len(messages[0])
     assert all(len(m) == size for m in messages)
     offsets = (messages[0].index(_ID.encode()), messages[0].index(struct.pack(">I", _SEQ)))
-    head = struct.pack("<I", len(preamble)) + preamble + struct.pack("<4I", PROMPTS, size, *offsets)
-    path.write_bytes(head + b"".join(messages))
+    parts = [part for bytes_ in (_handshake(), preamble) for part in (struct.pack("<I", len(bytes_)), bytes_)]
+    path.write_bytes(b"".join([*parts, struct.pack("<4I", PROMPTS, size, *offsets), *messages]))
 
 
-def _greeting() -> bytes:
+def _handshake() -> bytes:
     """ZMTP 3.0 greeting of the NULL mechanism and the READY command of a DEALER (https://rfc.zeromq.org/spec/23/)."""
     signature = b"\xff" + bytes(8) + b"\x7f"
     mechanism = b"NULL".ljust(20, b"\0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import resource
@@ -9,8 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,15 +165,14 @@ class Stage:
 
     def _await(self, proxy: Proxy) -> None:
         body = b'{"model":"mock","prompt":"hi","max_tokens":2}'
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{proxy.port}/v1/completions", body, {"Content-Type": "application/json"}
-        )
         end = time.monotonic() + _READY_S
         while time.monotonic() < end and proxy.process.poll() is None:
-            try:
-                with urllib.request.urlopen(request, timeout=5) as answer:
-                    answer.read()
+            connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=5)
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+                if connection.getresponse().status == 200:
+                    connection.close()
                     return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
+            connection.close()
+            time.sleep(0.2)
         raise BenchError(f"{proxy.name} does not answer: see {self._folder / proxy.name}.log")

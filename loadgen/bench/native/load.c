@@ -28,7 +28,7 @@
 enum { EVENTS = 512, READ = 1 << 18, HEAD = 4096, STAMP = 18, CARRY = STAMP - 1, ENDING = 7 };
 
 typedef struct {
-  float* values;
+  float *values;
   size_t count, capacity;
 } samples;
 
@@ -52,9 +52,9 @@ static struct {
 } options = {.connections = 1, .requests = 1, .max_tokens = 16, .prompt_bytes = 512, .limit_s = 60};
 
 static int epoll_fd;
-static char* request;
+static char *request;
 static size_t request_length;
-static conn* conns;
+static conn *conns;
 static int *idle, idle_count;  // open loop: connections without a request
 static long issued, completed, errors, chunks, reads;
 static uint64_t last_end;
@@ -66,7 +66,7 @@ static uint64_t now_ns(void) {
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-static void add(samples* s, double value) {
+static void add(samples *s, double value) {
   if (s->count == s->capacity) {
     s->capacity = s->capacity ? s->capacity * 2 : 1 << 16;
     s->values = realloc(s->values, s->capacity * sizeof *s->values);
@@ -74,18 +74,18 @@ static void add(samples* s, double value) {
   s->values[s->count++] = value;
 }
 
-static int compare(const void* a, const void* b) {
-  float x = *(const float*)a, y = *(const float*)b;
+static int compare(const void *a, const void *b) {
+  float x = *(const float *)a, y = *(const float *)b;
   return (x > y) - (x < y);
 }
 
-static double percentile(const samples* s, double q) { return s->count ? s->values[(size_t)(q * (s->count - 1))] : -1; }
+static double percentile(const samples *s, double q) { return s->count ? s->values[(size_t)(q * (s->count - 1))] : -1; }
 
 static void build_request(void) {
-  char* prompt = malloc(options.prompt_bytes + 1);
+  char *prompt = malloc(options.prompt_bytes + 1);
   for (long i = 0; i < options.prompt_bytes; i++) prompt[i] = i % 6 == 5 ? ' ' : 'a' + i * 7 % 26;
   prompt[options.prompt_bytes] = 0;
-  char* body;
+  char *body;
   int n = asprintf(&body,
                    "{\"model\":\"mock\",\"prompt\":\"%s\",\"max_tokens\":%ld,\"temperature\":0.0,\"seed\":%ld,"
                    "\"stream\":%s}",
@@ -98,12 +98,12 @@ static void build_request(void) {
   free(prompt);
 }
 
-static void open_conn(conn* c) {
+static void open_conn(conn *c) {
   struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(options.port)};
   to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   int on = 1;
   c->fd = socket(AF_INET, SOCK_STREAM, 0);
-  if (c->fd < 0 || connect(c->fd, (void*)&to, sizeof to)) {
+  if (c->fd < 0 || connect(c->fd, (void *)&to, sizeof to)) {
     perror("load: connect");
     exit(1);
   }
@@ -112,7 +112,7 @@ static void open_conn(conn* c) {
   epoll_ctl(epoll_fd, EPOLL_CTL_ADD, c->fd, &e);
 }
 
-static void send_request(conn* c, uint64_t begun) {
+static void send_request(conn *c, uint64_t begun) {
   c->busy = 1;
   c->in_body = c->chunked = 0;
   c->events = c->got = 0;
@@ -127,7 +127,7 @@ static void send_request(conn* c, uint64_t begun) {
 }
 
 // The answer is over, whole or not: the connection is free for its next request.
-static void end_request(conn* c, uint64_t now, int good) {
+static void end_request(conn *c, uint64_t now, int good) {
   c->busy = 0;
   if (good) {
     completed++;
@@ -143,23 +143,23 @@ static void end_request(conn* c, uint64_t now, int good) {
 }
 
 // Take bytes of the head; how many of them belong to it, -1 while it is not complete.
-static ssize_t take_head(conn* c, const char* bytes, size_t n) {
+static ssize_t take_head(conn *c, const char *bytes, size_t n) {
   size_t before = c->head_length, room = sizeof c->head - 1 - before;
   memcpy(c->head + before, bytes, n < room ? n : room);
   c->head_length += n < room ? n : room;
   c->head[c->head_length] = 0;
-  char* end = strstr(c->head, "\r\n\r\n");
+  char *end = strstr(c->head, "\r\n\r\n");
   if (!end) return -1;
   end[2] = 0;
   c->in_body = 1;
-  char* field = strcasestr(c->head, "\r\ncontent-length:");
+  char *field = strcasestr(c->head, "\r\ncontent-length:");
   if (field) c->length = atol(field + 17);
   c->chunked = strcasestr(c->head, "\r\ntransfer-encoding: chunked") != 0;
   return end + 4 - c->head - before;
 }
 
 // Count and time the events in these bytes, of which CARRY bytes before the start may be overwritten.
-static void take_events(conn* c, char* bytes, size_t n, uint64_t now) {
+static void take_events(conn *c, char *bytes, size_t n, uint64_t now) {
   char *p = bytes - c->carried, *end = bytes + n;
   memcpy(p, c->carry, c->carried);
   c->carried = 0;
@@ -183,7 +183,7 @@ static void take_events(conn* c, char* bytes, size_t n, uint64_t now) {
 }
 
 // Whether the body ends with these bytes.
-static int take_body(conn* c, const char* bytes, size_t n) {
+static int take_body(conn *c, const char *bytes, size_t n) {
   c->got += n;
   if (!c->chunked) return c->length >= 0 && c->got >= c->length;
   if (n >= ENDING) {
@@ -195,9 +195,9 @@ static int take_body(conn* c, const char* bytes, size_t n) {
   return memcmp(c->ending, "\r\n0\r\n\r\n", ENDING) == 0;
 }
 
-static void receive(conn* c) {
+static void receive(conn *c) {
   static char space[CARRY + READ];
-  char* bytes = space + CARRY;
+  char *bytes = space + CARRY;
   ssize_t n = recv(c->fd, bytes, READ, MSG_DONTWAIT);
   if (n < 0 && errno == EAGAIN) return;
   uint64_t now = now_ns();
@@ -246,8 +246,8 @@ static uint64_t send_due(uint64_t start) {
 }
 
 static void report(uint64_t start) {
-  samples* all[] = {&first, &way, &total};
-  const char* names[] = {"first", "way", "total"};
+  samples *all[] = {&first, &way, &total};
+  const char *names[] = {"first", "way", "total"};
   printf("{\"completed\": %ld, \"errors\": %ld, \"wall_s\": %.4f, \"chunks\": %ld, \"reads\": %ld", completed, errors,
          ((last_end ? last_end : now_ns()) - start) / 1e9, chunks, reads);
   for (int i = 0; i < 3; i++) {
@@ -258,7 +258,7 @@ static void report(uint64_t start) {
   printf("}\n");
 }
 
-int main(int argc, char** argv) {
+int main(int argc, char **argv) {
   int option;
   while ((option = getopt(argc, argv, "P:c:n:m:i:sr:R:b:T:")) != -1) {
     switch (option) {

@@ -20,24 +20,24 @@ enum { EVENTS = 1024, BUFFER = 1 << 16 };
 
 typedef struct side {
   int fd;
-  struct side* peer;
-  char* pending;  // bytes this side's socket did not take
+  struct side *peer;
+  char *pending;  // bytes this side's socket did not take
   size_t offset, length;
   int paused, closed;
 } side;
 
 static int epoll_fd;
-static side* graveyard[2 * EVENTS];  // freed after the batch: later events may still point at them
+static side *graveyard[2 * EVENTS];  // freed after the batch: later events may still point at them
 static int buried;
 
-static void watch(side* s, int operation) {
+static void watch(side *s, int operation) {
   struct epoll_event e = {.events = (s->paused ? 0 : EPOLLIN) | (s->length ? EPOLLOUT : 0), .data.ptr = s};
   epoll_ctl(epoll_fd, operation, s->fd, &e);
 }
 
-static void close_pair(side* s) {
+static void close_pair(side *s) {
   if (s->closed) return;
-  side* pair[] = {s, s->peer};
+  side *pair[] = {s, s->peer};
   for (int i = 0; i < 2; i++) {
     pair[i]->closed = 1;
     close(pair[i]->fd);
@@ -45,20 +45,20 @@ static void close_pair(side* s) {
   }
 }
 
-static side* new_side(int fd) {
+static side *new_side(int fd) {
   int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  side* s = calloc(1, sizeof *s);
+  side *s = calloc(1, sizeof *s);
   s->fd = fd;
   return s;
 }
 
-static void accept_all(int listener, const struct sockaddr_in* target) {
+static void accept_all(int listener, const struct sockaddr_in *target) {
   for (;;) {
     int client = accept4(listener, 0, 0, SOCK_NONBLOCK);
     if (client < 0) return;
     int worker = socket(AF_INET, SOCK_STREAM, 0);
-    if (connect(worker, (const void*)target, sizeof *target)) {
+    if (connect(worker, (const void *)target, sizeof *target)) {
       close(client);
       close(worker);
       continue;
@@ -71,7 +71,7 @@ static void accept_all(int listener, const struct sockaddr_in* target) {
   }
 }
 
-static void drain(side* s) {
+static void drain(side *s) {
   ssize_t n = send(s->fd, s->pending + s->offset, s->length - s->offset, MSG_DONTWAIT | MSG_NOSIGNAL);
   if (n > 0) s->offset += n;
   if (s->offset < s->length) return;
@@ -83,7 +83,7 @@ static void drain(side* s) {
   watch(s->peer, EPOLL_CTL_MOD);
 }
 
-static void forward(side* s) {
+static void forward(side *s) {
   static char buffer[BUFFER];
   ssize_t got = recv(s->fd, buffer, sizeof buffer, MSG_DONTWAIT);
   if (got < 0 && errno == EAGAIN) return;
@@ -98,7 +98,7 @@ static void forward(side* s) {
   }
   if (sent < 0) sent = 0;
   if (sent == got) return;
-  side* peer = s->peer;
+  side *peer = s->peer;
   peer->length = got - sent;
   peer->offset = 0;
   peer->pending = malloc(peer->length);
@@ -108,7 +108,7 @@ static void forward(side* s) {
   watch(s, EPOLL_CTL_MOD);
 }
 
-int main(int argc, char** argv) {
+int main(int argc, char **argv) {
   if (argc != 3) {
     fprintf(stderr, "usage: relay LISTEN_PORT TARGET_PORT\n");
     return 2;
@@ -119,7 +119,7 @@ int main(int argc, char** argv) {
   target.sin_port = htons(atoi(argv[2]));
   int listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0), on = 1;
   setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (bind(listener, (void*)&here, sizeof here) || listen(listener, 4096)) {
+  if (bind(listener, (void *)&here, sizeof here) || listen(listener, 4096)) {
     perror("relay: listen");
     return 1;
   }
@@ -130,7 +130,7 @@ int main(int argc, char** argv) {
   for (;;) {
     int n = epoll_wait(epoll_fd, events, EVENTS, -1);
     for (int i = 0; i < n; i++) {
-      side* s = events[i].data.ptr;
+      side *s = events[i].data.ptr;
       if (s == &acceptor) {
         accept_all(listener, &target);
         continue;
