@@ -68,8 +68,10 @@ class Daemon:
         self._reloading = asyncio.Lock()
         self._stop = asyncio.Event()
         self._admin = Admin(self.current, self._table, self._ledger, self._receiver, self._cache)
-        lifecycle = Lifecycle(self._table, self._ledger, self._receiver, self._watch, self._metrics, self._captured)
-        self._app = App(lifecycle, self._admin, self._metrics, self.current)
+        self._lifecycle = Lifecycle(
+            self._table, self._ledger, self._receiver, self._watch, self._metrics, self._captured
+        )
+        self._app = App(self._lifecycle, self._admin, self._metrics, self.current)
         self._live_metrics()
 
     def current(self) -> Snapshot:
@@ -112,6 +114,7 @@ class Daemon:
             web.pre_shutdown()
             await self._finish_requests()
             await web.shutdown(1.0)
+            await self._lifecycle.releaser.close(2.0)
             watchdog.cancel()
             await self._prober.close()
             if self._recorder is not None:

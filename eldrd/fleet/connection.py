@@ -38,11 +38,13 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_complete",
         "_done",
         "_head",
         "_held",
         "_idle_since",
         "_loop",
+        "_parts",
         "_pool",
         "_reusable",
         "_sink",
@@ -69,7 +71,10 @@ class Connection(asyncio.Protocol):
         self.tail: collections.deque[bytes] = collections.deque(maxlen=4)
         self._idle_since = 0.0
         self._reusable = False
+        # The message has been received to its end.
+        self._complete = False
         self._held: list[bytes] = []
+        self._parts: list[bytes] = []
         self._sink: Callable[[bytes], object] | None = None
         self._head: asyncio.Future[Head] | None = None
         self._done: asyncio.Future[None] | None = None
@@ -84,34 +89,56 @@ class Connection(asyncio.Protocol):
             raise UpstreamError("first_byte", "reset", answered=False, stale=self.reused)
         self.tracker = None
         self._reusable = False
+        self._complete = False
         self._sink = None
         self._head = self._loop.create_future()
         self._done = self._loop.create_future()
         # Looked at only by whoever waits for the end; nobody may.
         self._done.add_done_callback(_retrieve)
+        self.transport.writelines(parts)
+        return await self.head(timeout_s)
+
+    async def head(self, timeout_s: float) -> Head:
+        """Wait for the head of the answer, also once more after the first wait was cancelled. Raises as ``send``."""
+        head = self._head
+        assert head is not None
+        if head.cancelled():
+            if self.transport is None or self.transport.is_closing():
+                raise UpstreamError("first_byte", "reset", answered=False)
+            self._head = head = self._loop.create_future()
         timer = self._loop.call_later(timeout_s, self._fail, "timeout")
         try:
-            self.transport.writelines(parts)
-            return await self._head
+            return await head
         finally:
             timer.cancel()
 
-    async def collect(self, limit: int) -> bytes:
-        """The whole body. Raises UpstreamError(body); too_large past ``limit`` bytes."""
-        assert self._done is not None
-        parts: list[bytes] = []
-        total = 0
+    async def collect(self, timeout_s: float, limit: int) -> bytes:
+        """The whole body, transfer coding removed; may be called again after it was cancelled. Raises UpstreamError(body):
+        too_large past ``limit`` bytes, timeout after ``timeout_s``."""
+        done = self._done
+        assert done is not None
+        if done.cancelled():
+            if self.transport is None or self.transport.is_closing():
+                raise UpstreamError("body", "reset", answered=True)
+            self._done = done = self._loop.create_future()
+        if self._sink is None:
+            parts = self._parts = []
+            total = 0
 
-        def take(data: bytes) -> None:
-            nonlocal total
-            total += len(data)
-            if total > limit:
-                self._fail("too_large")
-            parts.append(data)
+            def take(data: bytes) -> None:
+                nonlocal total
+                total += len(data)
+                if total > limit:
+                    self._fail("too_large")
+                parts.append(data)
 
-        self._attach(take)
-        await self._done
-        body = b"".join(parts)
+            self._attach(take)
+        timer = self._loop.call_later(timeout_s, self._fail, "timeout")
+        try:
+            await done
+        finally:
+            timer.cancel()
+        body = b"".join(self._parts)
         return dechunk(body) if self.tracker is not None and self.tracker.chunked else body
 
     def relay(self, write: Callable[[bytes], object]) -> asyncio.Future[None]:
@@ -129,7 +156,7 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Stop reading: whoever takes the bytes cannot take more."""
-        if self.transport is not None and not self.paused:
+        if self.transport is not None and not self.transport.is_closing() and not self.paused:
             self.paused = True
             self.transport.pause_reading()
 
@@ -143,8 +170,9 @@ class Connection(asyncio.Protocol):
         """The exchange is over: keep the connection for the next one if the message ended as it should, else close it."""
         self.resume()
         self._sink = None
+        self._parts = []
         self.tail.clear()
-        if self._reusable and self.transport is not None:
+        if self._complete and self._reusable and self.transport is not None:
             self.reused = True
             self._reusable = False
             self._idle_since = self._loop.time()
@@ -158,6 +186,11 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
+    @property
+    def idle(self) -> bool:
+        """Whether it is back in the pool."""
+        return self in self._pool
+
     def idle_for(self, now: float) -> float:
         return now - self._idle_since
 
@@ -165,6 +198,10 @@ class Connection(asyncio.Protocol):
         tracker = self.tracker
         if tracker is None:
             self._head_bytes(data)
+            return
+        if self._complete:
+            # Bytes after the end answer nothing we asked: the connection is out of step.
+            self.abort()
             return
         self.pieces += 1
         try:
@@ -196,9 +233,11 @@ class Connection(asyncio.Protocol):
                 self._sink(data)
             else:
                 self._held.append(data)
-        # Bytes after the end answer nothing we asked: the connection is out of step.
         self._reusable = self._reusable and not extra
-        done.set_result(None)
+        self._complete = True
+        # The sink may have ended the exchange: too large.
+        if not done.done():
+            done.set_result(None)
 
     def _head_bytes(self, data: bytes) -> None:
         head_future = self._head
@@ -207,19 +246,20 @@ class Connection(asyncio.Protocol):
             return
         if self._held:
             data = self._held.pop() + data
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > MAX_HEAD:
-                self._fail("framing")
-            else:
-                self._held.append(data)
-            return
+        start = 0
         try:
-            head = parse_head(data[:end])
-            if 100 <= head.status < 200 and head.status != 101:
-                if rest := data[end + 4 :]:
-                    self._head_bytes(rest)
-                return
+            while True:
+                end = data.find(b"\r\n\r\n", start)
+                if end < 0:
+                    if len(data) - start > MAX_HEAD:
+                        raise FramingError("head")
+                    if start < len(data):
+                        self._held.append(data[start:])
+                    return
+                head = parse_head(data[start:end])
+                if not 100 <= head.status < 200 or head.status == 101:
+                    break
+                start = end + 4
             tracker = BodyTracker(head)
         except FramingError:
             self._fail("framing")
@@ -305,6 +345,9 @@ class ConnectionPool:
         except OSError:
             raise UpstreamError("connect", "refused", answered=False) from None
         return connection
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._idle
 
     def put(self, connection: Connection) -> None:
         if self._closed:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import orjson
 
 TRANSFER: Final = "kv_transfer_params"
+MAX_ANSWER: Final = 1 << 30
 _REQUEST_HANDOFF: Final[dict[str, Any]] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -20,8 +21,17 @@ _REQUEST_HANDOFF: Final[dict[str, Any]] = {
     "remote_host": None,
     "remote_port": None,
 }
+_HEAD: Final = (
+    b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"
+)
 _DROPPED_ON_PREFILL: Final = ("stream", "stream_options", "n", "best_of")
 _USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"completion_tokens":\s*(\d+)')
+
+
+def post(path: str, netloc: bytes, id_: str, length: int, more: bytes = b"") -> bytes:
+    """The head of a request to a worker; ``more``: further header lines, each with its CRLF."""
+    return _HEAD % (path.encode(), netloc, length, id_.encode(), more)
 
 
 def prefill_body(fields: dict[str, Any], eldr_id: str, *, hand_off: bool) -> bytes:
@@ -47,6 +57,11 @@ def decode_parts(body: bytes, params: dict[str, Any]) -> list[bytes | memoryview
     """The client's own bytes with the hand-off spliced in before the closing brace; large bodies are not copied."""
     end = body.rindex(b"}")
     return [memoryview(body)[:end], b',"kv_transfer_params":' + orjson.dumps(params) + b"}"]
+
+
+def release_body(params: dict[str, Any]) -> bytes:
+    """A request that a decode server refuses for its model; see handoff.release."""
+    return orjson.dumps({"model": "eldrd-release", "prompt": [0], "max_tokens": 1, TRANSFER: params})
 
 
 def transfer_params(answer: dict[str, Any]) -> dict[str, Any] | None:

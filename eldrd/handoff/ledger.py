@@ -14,9 +14,10 @@ OUTCOMES: tuple[Outcome, ...] = ("consumed", "released", "expired", "lost")
 
 
 class HandOff:
-    """Transfer params of one finished prefill. opened: loop time of the prefill's answer."""
+    """Transfer params of one finished prefill. opened: loop time of the prefill's answer; given: a decode worker has been
+    sent them and may be reading the blocks; releasing: it is being given back."""
 
-    __slots__ = ("_ledger", "id", "opened", "outcome", "params", "prefill")
+    __slots__ = ("_ledger", "given", "id", "opened", "outcome", "params", "prefill", "releasing")
 
     def __init__(self, ledger: Ledger, id_: str, prefill: str, params: dict[str, Any], opened: float) -> None:
         self._ledger = ledger
@@ -24,6 +25,8 @@ class HandOff:
         self.prefill = prefill
         self.params = params
         self.opened = opened
+        self.given = False
+        self.releasing = False
         self.outcome: Outcome | None = None
 
     def end(self, outcome: Outcome) -> None:

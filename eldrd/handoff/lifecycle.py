@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from eldrd.fleet import vllm
-from eldrd.fleet.connection import Connection, IdleWatch, UpstreamError
+from eldrd.fleet.connection import UpstreamError
 from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import bad_gateway, no_worker
+from eldrd.handoff.release import Releaser
 from eldrd.handoff.retry import Retries, final
 from eldrd.routing.policy import NoWorkerError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from eldrd.fleet.connection import Connection, IdleWatch
     from eldrd.fleet.framing import BodyTracker, Head
     from eldrd.fleet.table import LoadTable
     from eldrd.fleet.worker import Worker
@@ -33,12 +35,6 @@ if TYPE_CHECKING:
     from eldrd.routing.policy import Decision
     from eldrd.signatures.receiver import Signature, SignatureReceiver
     from eldrd.telemetry.metrics import Metrics
-
-MAX_ANSWER = 1 << 30
-_HEAD = (
-    b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
-    b"Content-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"
-)
 
 
 class _PrefillAgainError(Exception):
@@ -58,12 +54,13 @@ class Lifecycle:
         captured: Callable[[Signature, int, str | None], None],
     ) -> None:
         """captured: given each whole signature with its output length and label when a capture is on."""
-        self._table = table
-        self._ledger = ledger
-        self._receiver = receiver
-        self._watch = watch
-        self._metrics = metrics
-        self._captured = captured
+        self.table = table
+        self.ledger = ledger
+        self.receiver = receiver
+        self.watch = watch
+        self.metrics = metrics
+        self.captured = captured
+        self.releaser = Releaser(ledger)
 
     async def serve(self, request: Request, snapshot: Snapshot, client: Client, record: Record) -> Answer:
         """Prefill, decide, decode, relay. Raises Failure; cancelled when the client goes away."""
@@ -94,7 +91,7 @@ class _Way:
         self.record = record
         self.loop = asyncio.get_running_loop()
         self.attempt = 0
-        self.retries = Retries(snap.settings, life._metrics, record)
+        self.retries = Retries(snap.settings, life.metrics, record)
         self.signature: Signature | None = None
         self.wants_signature = snap.decode_policy.wants_signature or bool(snap.settings.capture.dir)
 
@@ -110,8 +107,11 @@ class _Way:
             except _PrefillAgainError:
                 continue
             finally:
-                outcome.end("lost")
-                self.life._receiver.forget(outcome.id)
+                if not outcome.given:
+                    self.life.releaser.release(outcome, self.snap.decode)
+                elif not outcome.releasing:
+                    outcome.end("lost")
+                self.life.receiver.forget(outcome.id)
 
     # -- prefill --------------------------------------------------------------------------------------------------------
 
@@ -121,26 +121,29 @@ class _Way:
             self.attempt += 1
             eldr_id = self.request.id if self.attempt == 1 else f"{self.request.id}-{self.attempt}"
             if self.wants_signature:
-                self.life._receiver.expect(eldr_id)
+                self.life.receiver.expect(eldr_id)
             hand_off: HandOff | None = None
             try:
                 status, headers, body, worker = await self._prefill_once(eldr_id)
                 if status != 200:
                     return Answer(status, body, headers)
                 answer = self._parsed(body)
+                params = vllm.transfer_params(answer)
                 early = self._early(answer, headers)
                 if early is not None:
+                    if params is not None:
+                        unused = self.life.ledger.open(eldr_id, worker.name, params, self.loop.time())
+                        self.life.releaser.release(unused, self.snap.decode)
                     return early
-                params = vllm.transfer_params(answer)
                 if params is None:
                     raise bad_gateway("prefill", "no_transfer_params")
-                hand_off = self.life._ledger.open(eldr_id, worker.name, params, self.loop.time())
+                hand_off = self.life.ledger.open(eldr_id, worker.name, params, self.loop.time())
                 return hand_off
             except UpstreamError as e:
                 self.retries.again("prefill", e)
             finally:
                 if hand_off is None:
-                    self.life._receiver.forget(eldr_id)
+                    self.life.receiver.forget(eldr_id)
 
     async def _prefill_once(self, eldr_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes, Worker]:
         request, snap, record = self.request, self.snap, self.record
@@ -151,27 +154,33 @@ class _Way:
             raise no_worker("prefill") from None
         worker = snap.prefill.workers[decision.worker]
         record.prefill, record.prefill_reason = worker.name, decision.reason
-        self.life._metrics.routed.labels("prefill", worker.name, decision.reason).inc()
+        self.life.metrics.routed.labels("prefill", worker.name, decision.reason).inc()
         body = vllm.prefill_body(request.fields, eldr_id, hand_off=not request.single_token)
-        lease = self.life._table.lease(worker)
+        limit_s = snap.settings.timeouts.prefill_s
+        lease = self.life.table.lease(worker)
         connection: Connection | None = None
+        adopted = False
         started = self.loop.time()
         try:
-            try:
-                head, connection = await self._exchange(worker, eldr_id, [body], snap.settings.timeouts.prefill_s)
-                answer = await connection.collect(MAX_ANSWER)
-            except UpstreamError as e:
-                self.retries.failed(worker, e)
-                raise
-            connection.release()
-            connection = None
+            connection = await worker.pool.get()
+            head = await connection.send(self._post(worker, eldr_id, [body]), limit_s)
+            answer = await connection.collect(limit_s, vllm.MAX_ANSWER)
             self.retries.answered(worker, head.status)
-        finally:
+        except UpstreamError as e:
+            self.retries.failed(worker, e)
+            raise
+        except asyncio.CancelledError:
             if connection is not None:
-                connection.abort()
-            lease.end()
+                adopted = True
+                self.life.releaser.adopt(connection, eldr_id, worker, lease, snap.decode)
+            raise
+        finally:
+            if not adopted:
+                if connection is not None:
+                    connection.release()
+                lease.end()
         record.prefilled = self.loop.time()
-        self.life._metrics.prefill.observe(record.prefilled - started)
+        self.life.metrics.prefill.observe(record.prefilled - started)
         return head.status, head.end_to_end, answer, worker
 
     def _parsed(self, body: bytes) -> dict[str, Any]:
@@ -198,8 +207,8 @@ class _Way:
 
     async def _signature(self, eldr_id: str) -> Signature | None:
         started = self.loop.time()
-        signature = await self.life._receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)
-        self.life._metrics.signature_wait.observe(self.loop.time() - started)
+        signature = await self.life.receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)
+        self.life.metrics.signature_wait.observe(self.loop.time() - started)
         self.record.signature = "missing" if signature is None else signature.state
         return signature
 
@@ -213,14 +222,19 @@ class _Way:
                 self.retries.spend("decode", "handoff_expired")
                 raise _PrefillAgainError
             worker = self._decide()
-            lease = self.life._table.lease(worker)
+            lease = self.life.table.lease(worker)
             connection: Connection | None = None
             try:
                 try:
-                    parts = vllm.decode_parts(self.request.body, hand_off.params)
-                    head, connection = await self._exchange(
-                        worker, hand_off.id, parts, self.snap.settings.timeouts.first_byte_s
-                    )
+                    connection = await worker.pool.get()
+                    parts = self._post(worker, hand_off.id, vllm.decode_parts(self.request.body, hand_off.params))
+                    hand_off.given = True
+                    head = await connection.send(parts, self.snap.settings.timeouts.first_byte_s)
+                except asyncio.CancelledError:
+                    if hand_off.given:
+                        # D ends an aborted request's hand-off itself.
+                        hand_off.end("consumed")
+                    raise
                 except UpstreamError as e:
                     self.retries.failed(worker, e)
                     self.retries.again("decode", e)
@@ -231,6 +245,9 @@ class _Way:
                 self.retries.answered(worker, head.status)
                 if head.status == 200:
                     hand_off.end("consumed")
+                elif head.status < 500:
+                    # D refused the request before its engine saw it: nobody reads the blocks.
+                    self.life.releaser.release(hand_off, self.snap.decode)
                 return await self._relay(worker, connection, head)
             finally:
                 if connection is not None:
@@ -256,7 +273,7 @@ class _Way:
         record.decode, record.decode_reason = worker.name, decision.reason
         record.score, record.candidates = decision.score, decision.candidates
         record.decided = self.loop.time()
-        self.life._metrics.routed.labels("decode", worker.name, decision.reason).inc()
+        self.life.metrics.routed.labels("decode", worker.name, decision.reason).inc()
         return worker
 
     async def _relay(self, worker: Worker, connection: Connection, head: Head) -> Answer:
@@ -266,7 +283,7 @@ class _Way:
         headers = [*head.end_to_end, (b"x-eldrd-decode", worker.name.encode())]
         if head.status != 200 or not client.can_relay(tracker):
             try:
-                body = await connection.collect(MAX_ANSWER)
+                body = await connection.collect(self.snap.settings.timeouts.first_byte_s, vllm.MAX_ANSWER)
             except UpstreamError as e:
                 self.retries.failed(worker, e)
                 raise final("decode", e) from None
@@ -276,7 +293,7 @@ class _Way:
         done = connection.relay(write)
         record.first = self.loop.time()
         client.attach(connection)
-        self.life._watch.add(connection)
+        self.life.watch.add(connection)
         complete = True
         try:
             await done
@@ -286,7 +303,7 @@ class _Way:
             self.retries.failed(worker, e)
             client.fail(connection, "The decode worker was lost before the answer was complete.")
         finally:
-            self.life._watch.remove(connection)
+            self.life.watch.remove(connection)
             client.detach()
             self._count_output(connection, tracker)
         return Answer(head.status, b"", headers, relayed=True, complete=complete)
@@ -299,22 +316,10 @@ class _Way:
         tokens = vllm.completion_tokens(b"".join(connection.tail))
         record.output_tokens = record.events if tokens is None else tokens
         if self.signature is not None and self.snap.settings.capture.dir:
-            self.life._captured(self.signature, record.output_tokens, self.request.label)
+            self.life.captured(self.signature, record.output_tokens, self.request.label)
 
-    # -- both legs ------------------------------------------------------------------------------------------------------
-
-    async def _exchange(self, worker: Worker, id_: str, parts: list[Any], timeout_s: float) -> tuple[Head, Connection]:
-        """Send one request and read the head of its answer. The connection is the caller's to release or abort."""
-        head = _HEAD % (
-            self.request.path.encode(),
-            worker.pool.netloc,
-            sum(len(p) for p in parts),
-            id_.encode(),
-            self.request.passed_headers,
-        )
-        connection = await worker.pool.get()
-        try:
-            return await connection.send([head, *parts], timeout_s), connection
-        except asyncio.CancelledError:
-            connection.abort()
-            raise
+    def _post(self, worker: Worker, id_: str, parts: list[Any]) -> list[Any]:
+        """A request for one worker, head first."""
+        length = sum(len(p) for p in parts)
+        head = vllm.post(self.request.path, worker.pool.netloc, id_, length, self.request.passed_headers)
+        return [head, *parts]

@@ -1,0 +1,105 @@
+"""Gives hand-offs back that no decode worker will use, and sees prefill legs through whose client has gone.
+
+A prefill worker holds a finished prompt's KV until a decode worker tells it that it has it. vLLM's decode server tells so
+as well for a request that it refuses before the engine sees it (vllm/entrypoints/generate/base/serving.py,
+_with_kv_transfer_rejection_cleanup). So a request for a model that does not exist, with the hand-off, frees the prefill
+worker's blocks without moving or computing anything. Never used once a decode worker may have begun to read the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from eldrd.fleet import vllm
+from eldrd.fleet.connection import UpstreamError
+from eldrd.routing.load import ShortestQueue
+from eldrd.routing.policy import NoWorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from eldrd.fleet.connection import Connection
+    from eldrd.fleet.table import Lease, Pool
+    from eldrd.fleet.worker import Worker
+    from eldrd.handoff.ledger import HandOff, Ledger
+
+# A prefill that ends soon after its client left is seen through, so that its KV can be given back; one that goes on is
+# ended, which makes vLLM free its blocks.
+GRACE_S: Final = 0.25
+_RELEASE_S: Final = 5.0
+_ANSWER_LIMIT: Final = 1 << 20
+
+
+class Releaser:
+    """Background tasks of one daemon; each ends within seconds."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._least_loaded = ShortestQueue()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def release(self, hand_off: HandOff, decode: Pool) -> None:
+        """Free the prefill worker's blocks through a decode worker of the pool; the entry ends as released or lost."""
+        if hand_off.outcome is None and not hand_off.releasing:
+            hand_off.releasing = True
+            self._spawn(self._release(hand_off, decode))
+
+    def adopt(self, connection: Connection, id_: str, worker: Worker, lease: Lease, decode: Pool) -> None:
+        """Take over a prefill exchange whose client is gone; ``lease`` ends with it."""
+        self._spawn(self._adopt(connection, id_, worker, lease, decode))
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait for what is under way, then drop it."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release(self, hand_off: HandOff, decode: Pool) -> None:
+        connection: Connection | None = None
+        try:
+            row = self._least_loaded.choose(decode.in_flight(), decode.usable(), None).worker
+            pool = decode.workers[row].pool
+            connection = await pool.get()
+            body = vllm.release_body(hand_off.params)
+            head = await connection.send(
+                [vllm.post("/v1/completions", pool.netloc, hand_off.id, len(body)), body], _RELEASE_S
+            )
+            await connection.collect(_RELEASE_S, _ANSWER_LIMIT)
+            # A server that knows such a model has used the hand-off up, which frees the blocks just as well.
+            hand_off.end("released" if head.status < 500 else "lost")
+        except (UpstreamError, NoWorkerError):
+            hand_off.end("lost")
+        finally:
+            hand_off.end("lost")
+            if connection is not None:
+                connection.release()
+
+    async def _adopt(self, connection: Connection, id_: str, worker: Worker, lease: Lease, decode: Pool) -> None:
+        try:
+            async with asyncio.timeout(GRACE_S):
+                head = await connection.head(GRACE_S)
+                body = await connection.collect(GRACE_S, vllm.MAX_ANSWER)
+            connection.release()
+            answer = orjson.loads(body) if head.status == 200 else {}
+            params = vllm.transfer_params(answer) if isinstance(answer, dict) else None
+            if params is not None:
+                hand_off = self._ledger.open(id_, worker.name, params, asyncio.get_running_loop().time())
+                self.release(hand_off, decode)
+        except (UpstreamError, TimeoutError, orjson.JSONDecodeError):
+            pass
+        finally:
+            if not connection.idle:
+                connection.abort()
+            lease.end()
