@@ -1,0 +1,137 @@
+"""A real eldrd process: its configuration, start, reload, logs, metrics and stop. Sends no request of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+
+class DaemonError(RuntimeError):
+    """eldrd did not do what was waited for; the message ends with its log."""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def toml(sections: dict[str, dict[str, Any]]) -> str:
+    """A configuration file of these sections. Values are written as JSON, inline tables for lists of workers."""
+
+    def value(v: Any) -> str:
+        if isinstance(v, dict):
+            return "{ " + ", ".join(f"{k} = {value(x)}" for k, x in v.items()) + " }"
+        if isinstance(v, list | tuple):
+            return "[" + ", ".join(value(x) for x in v) + "]"
+        return json.dumps(v)
+
+    return "\n".join(
+        f"[{name}]\n" + "\n".join(f"{k} = {value(v)}" for k, v in keys.items()) + "\n"
+        for name, keys in sections.items()
+    )
+
+
+class Daemon:
+    """`python -m eldrd serve` on a free port. sections: the configuration, changed by ``configure``."""
+
+    def __init__(
+        self, folder: Path, prefill: list[dict[str, str]], decode: list[dict[str, str]], hook: str = ""
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.config = folder / "eldrd.toml"
+        self.log = folder / "eldrd.log"
+        self.process: asyncio.subprocess.Process | None = None
+        self.sections: dict[str, dict[str, Any]] = {
+            "server": {"listen": f"127.0.0.1:{self.port}"},
+            "prefill": {"workers": prefill},
+            "decode": {"policy": "jsq", "workers": decode},
+            "signatures": {"listen": hook, "wait_ms": 200},
+            "health": {"interval_s": 0.3, "timeout_s": 2.0, "open_s": 0.5},
+            "drain": {"timeout_s": 10.0},
+        }
+
+    def configure(self, **sections: dict[str, Any]) -> None:
+        """Change sections of the file; a running daemon looks at it when it is told to reload."""
+        for name, keys in sections.items():
+            self.sections.setdefault(name, {}).update(keys)
+        self.config.write_text(toml(self.sections))
+
+    async def start(self) -> Daemon:
+        """Start the process and wait until a request can be served. Raises DaemonError."""
+        self.configure()
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "eldrd", "serve", "--config", str(self.config),
+                stderr=log, env={k: v for k, v in os.environ.items() if not k.startswith("ELDRD_")},
+            )  # fmt: skip
+        await self.until(self.ready)
+        return self
+
+    async def ready(self) -> bool:
+        try:
+            async with aiohttp.ClientSession() as s, s.get(self.url + "/ready") as r:
+                return r.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
+        """Wait until ``condition`` holds. Raises DaemonError when it does not in time or the process ended."""
+        end = time.monotonic() + timeout_s
+        while not await condition():
+            if time.monotonic() > end or (self.process is not None and self.process.returncode is not None):
+                raise DaemonError(f"waited in vain; {self.log} ends with\n{self.log.read_text()[-4000:]}")
+            await asyncio.sleep(0.02)
+
+    async def get(self, path: str) -> Any:
+        async with aiohttp.ClientSession() as s, s.get(self.url + path) as r:
+            return await (r.json() if "json" in r.content_type else r.text())
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        total = 0.0
+        for line in (await self.get("/metrics")).splitlines():
+            if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    async def reload(self, **sections: dict[str, Any]) -> None:
+        """Change the file, SIGHUP, and wait for the verdict."""
+        before = await self.metric("eldrd_reloads_total")
+        self.configure(**sections)
+        self.signal(signal.SIGHUP)
+
+        async def done() -> bool:
+            return await self.metric("eldrd_reloads_total") > before
+
+        await self.until(done)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def lines(self, event: str | None = None) -> list[dict[str, Any]]:
+        """The log so far, of one event or all."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line for line in lines if event in (None, line["event"])]
+
+    async def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        assert self.process is not None
+        if self.process.returncode is None:
+            self.process.terminate()
+        return await asyncio.wait_for(self.process.wait(), 30)
