@@ -180,9 +180,10 @@ def _ids(n: int) -> np.ndarray:
     return np.tile(np.arange(TOP_K, dtype=np.int16), (n, LAYERS, 1))
 
 
-def test_sentinel_makes_the_request_partial_and_holds_the_block_back() -> None:
+@pytest.mark.parametrize("strange", [SENTINEL, EXPERTS])
+def test_ids_that_are_no_experts_make_the_request_partial_and_hold_the_block_back(strange: int) -> None:
     ids = _ids(6)
-    ids[1, 2] = SENTINEL
+    ids[1, 2] = strange
     chunk = Chunk("r", 0, 6, (1, 2))
     step = Step([Opened("r", "key", 6)], {"r": (0, [11])}, [chunk])
     counted = Attributor(LAYERS, EXPERTS, BLOCK).count(step, rows_by_order([chunk], ["r"], {"r": 6}), ids)
@@ -248,6 +249,18 @@ def test_dtype_holds_a_block_of_one_expert(block_size: int, dtype: str) -> None:
     counted = Attributor(LAYERS, EXPERTS, block_size).count(step, [np.arange(block_size)], _ids(block_size))
     assert counted.counts.dtype == np.dtype(dtype)
     assert counted.counts[0].max() == block_size
+
+
+def test_large_chunks_are_counted_in_parts() -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, EXPERTS, (9001, LAYERS, TOP_K)).astype(np.int16)
+    chunk = Chunk("r", 2, 9003, tuple(range(9003 // BLOCK + 1)))
+    step = Step([Opened("r", "key", 9003)], {"r": (0, list(range(9003 // BLOCK)))}, [chunk])
+    counted = Attributor(LAYERS, EXPERTS, BLOCK).count(step, [np.arange(9001)], ids)
+    assert counted.hashes.tolist() == list(range(1, 9003 // BLOCK))  # the first block began elsewhere
+    inside = ids[2 : 2 + BLOCK * len(counted.hashes)]
+    expected = [np.bincount(inside[:, i].ravel(), minlength=EXPERTS) for i in range(LAYERS)]
+    np.testing.assert_array_equal(counted.counts.sum(axis=0, dtype=np.int64), np.concatenate(expected))
 
 
 def test_low64_is_what_kv_events_carry() -> None:
