@@ -1,6 +1,6 @@
 """Load table and leases: who has how many requests in flight and who is usable. Chooses nobody, probes nobody.
 
-The table's arrays are what the policies' Numba kernels read; a worker's slot in them stays the same for its lifetime.
+The table's arrays are what the policies' Numba kernels read; a worker's slot in them is its own for good.
 """
 
 from __future__ import annotations
@@ -33,43 +33,36 @@ class Lease:
 
 
 class LoadTable:
-    """in_flight: int32 [capacity], requests under way per slot; usable: bool [capacity]."""
+    """in_flight: int32 [capacity], requests under way per slot; usable: bool [capacity].
+
+    A slot is never given to a second worker: requests that began before a reload still read the slots of workers that
+    it removed, and must find nobody else there. It costs five bytes for each worker that there ever was.
+    """
 
     def __init__(self, capacity: int = 64) -> None:
         self.in_flight: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self.usable: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
-        self._workers: list[Worker | None] = [None] * capacity
+        self._given = 0
 
-    def add(self, worker: Worker) -> int:
-        """Give a worker its slot."""
-        if None not in self._workers:
-            grown = len(self._workers)
-            self.in_flight = np.concatenate([self.in_flight, np.zeros(grown, np.int32)])
-            self.usable = np.concatenate([self.usable, np.zeros(grown, np.bool_)])
-            self._workers += [None] * grown
-        slot = self._workers.index(None)
-        self._workers[slot] = worker
-        self.in_flight[slot] = 0
-        self.usable[slot] = False
+    def add(self) -> int:
+        """A slot for a new worker, which is not usable yet."""
+        slot = self._given
+        if slot == len(self.usable):
+            self.in_flight = np.concatenate([self.in_flight, np.zeros(slot, np.int32)])
+            self.usable = np.concatenate([self.usable, np.zeros(slot, np.bool_)])
+        self._given += 1
         return slot
 
     def remove(self, worker: Worker) -> None:
-        """No new requests for the worker; its slot is free when its last lease has ended."""
+        """No new requests for the worker; its leases end as they would."""
         worker.removed = True
         self.usable[worker.slot] = False
-        self._free(worker)
 
     def lease(self, worker: Worker) -> Lease:
         return Lease(self, worker)
 
     def _ended(self, worker: Worker) -> None:
         self.in_flight[worker.slot] -= 1
-        if worker.removed:
-            self._free(worker)
-
-    def _free(self, worker: Worker) -> None:
-        if self.in_flight[worker.slot] == 0 and self._workers[worker.slot] is worker:
-            self._workers[worker.slot] = None
 
 
 class Pool:

@@ -30,7 +30,7 @@ class Worker:
         self._probe_failures = 0
         self._failures = 0
         self._open_until = 0.0
-        self.slot = table.add(self)
+        self.slot = table.add()
 
     @property
     def usable(self) -> bool:
