@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -34,12 +35,21 @@ class FleetError(RuntimeError):
     """A server did not start or died; the message ends with the last lines of its log."""
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port on loopback that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    """A TCP port on loopback that is free now and that this process has not been given before.
+
+    Below the ephemeral range: a server binds its port seconds later, and no outgoing connection may take it until then.
+    """
+    for port in random.sample(range(20_000, 32_000), 2_000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
+    raise FleetError("no free TCP port between 20000 and 32000")
 
 
 @dataclass(frozen=True, slots=True)
