@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -41,6 +42,19 @@ def demo(out: Path, seconds: float, rate: float) -> None:
         sys.exit(uvloop.run(demos.run(demos.Plan(out=out, seconds=seconds, rate=rate))))
     except demos.DemoError as e:
         raise click.ClickException(str(e)) from None
+
+
+@main.command("demo-vllm")
+@click.option(
+    "--out", default=Path("out/demo-vllm"), type=click.Path(path_type=Path, file_okay=False), help="Output folder."
+)
+@click.option("--requests", default=200, help="Requests of each measured run.")
+@click.option("--rate", default=5.0, help="Requests a second.")
+def demo_vllm(out: Path, requests: int, rate: float) -> None:
+    """Show outputs, signatures and locality on real vLLM servers (in the environment of loadgen/vllm/install.sh)."""
+    from loadgen.vllm import demo as real
+
+    sys.exit(asyncio.run(real.run(real.Plan(out=out, requests=requests, rate=rate))))
 
 
 if __name__ == "__main__":

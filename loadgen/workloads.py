@@ -40,11 +40,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """at: seconds after the trace's begin; domain: index into the weights; output_tokens: how many to ask for."""
+    """at: seconds after the trace's begin; domain: index into the weights; prompt: text, or token ids for a model with a
+    tokenizer of its own; output_tokens: how many to ask for."""
 
     at: float
     domain: int
-    prompt: str
+    prompt: str | list[int]
     output_tokens: int
 
 

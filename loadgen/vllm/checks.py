@@ -124,7 +124,7 @@ async def captured(stack: Stack, prompts: Mapping[str, list[int]], parallel: int
 
 async def signatures(stack: Stack, truth: Truth) -> list[SignatureCheck]:
     """Cold, after prefix hits, chunked, with shared prefixes, and several at once: captured counts against the truth."""
-    lengths = (2, 31, 32, 33, 64, 300, 3000)
+    lengths = (1, 31, 32, 33, 64, 300, 3000)
     cold = {f"cold-{n}": prompt(stack, n, 2) for n in lengths}
     long = cold["cold-3000"]
     again = {f"again-{n}": cold[f"cold-{n}"] for n in lengths}
