@@ -18,6 +18,9 @@ COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 PATHS: Final = (COMPLETIONS, CHAT)
 _PREFIX_BYTES: Final = 1024
+# orjson reads 1,024 levels but writes no more than 254, and the prefill body is written anew.
+_MAX_DEPTH: Final = 200
+_LABEL_BYTES: Final = 256
 _PASSED_HEADERS: Final = ("traceparent", "tracestate")
 
 
@@ -29,6 +32,7 @@ def parse(path: str, body: bytes, headers: Mapping[str, str], models: Collection
         raise bad_request("The body is not valid JSON.") from None
     if not isinstance(fields, dict):
         raise bad_request("The body must be a JSON object.")
+    _not_too_deep(body, fields)
     chat = path == CHAT
     model = _model(fields, models)
     stream = _boolean(fields, "stream")
@@ -57,9 +61,20 @@ def parse(path: str, body: bytes, headers: Mapping[str, str], models: Collection
         # vLLM's default for /v1/completions without max_tokens is more than one.
         single_token=limit == 1 and type(limit) is int,
         prefix=_prefix(prompt),
-        label=headers.get("X-Eldrd-Label"),
+        label=_label(headers),
         passed_headers=_passed(headers),
     )
+
+
+def _not_too_deep(body: bytes, fields: dict[str, Any]) -> None:
+    if body.count(b"{") + body.count(b"[") <= _MAX_DEPTH:
+        return
+    level: list[Any] = [fields]
+    for _ in range(_MAX_DEPTH):
+        level = [v for c in level for v in (c.values() if type(c) is dict else c) if type(v) is dict or type(v) is list]
+        if not level:
+            return
+    raise bad_request(f"The body is nested more than {_MAX_DEPTH} levels deep.")
 
 
 def _model(fields: dict[str, Any], models: Collection[str]) -> str:
@@ -136,7 +151,14 @@ def _client_id(headers: Mapping[str, str]) -> str | None:
     return value
 
 
+def _label(headers: Mapping[str, str]) -> str | None:
+    value = headers.get("X-Eldrd-Label")
+    if value is None or not value.isprintable() or len(value.encode()) > _LABEL_BYTES:
+        return None
+    return value
+
+
 def _passed(headers: Mapping[str, str]) -> bytes:
     """Header lines that go on to the workers: the trace context, nothing else of the client's."""
-    lines = [f"{name}: {headers[name]}\r\n" for name in _PASSED_HEADERS if name in headers]
+    lines = [f"{n}: {headers[n]}\r\n" for n in _PASSED_HEADERS if n in headers and headers[n].isprintable()]
     return "".join(lines).encode("latin-1", "replace")

@@ -118,7 +118,7 @@ def idle(pool: ConnectionPool) -> int:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110, nothing tells
             await asyncio.sleep(0.002)
 
 
