@@ -94,6 +94,7 @@ class App:
         """One completion, from its body to its end; metrics and the log line are written here whatever happens."""
         record = Record(arrived=asyncio.get_running_loop().time())
         request: Request | None = None
+        port: ClientPort | None = None
         snapshot = self._current()
         self.running += 1
         try:
@@ -116,8 +117,8 @@ class App:
             record.status = answer.status
             if not record.outcome:
                 record.outcome = "ok" if answer.status < 400 else f"worker_{answer.status // 100}xx"
-            if answer.relayed:
-                return Relayed(answer.status, complete=answer.complete)
+            if answer.relayed and port is not None:
+                return Relayed(answer.status, keep_alive=answer.complete and port.keep_alive)
             return _response(answer, request.client_id if request is not None else http.headers.get("X-Request-Id"))
         finally:
             self.running -= 1

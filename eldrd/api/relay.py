@@ -51,15 +51,14 @@ class RelayServer(web.Server):
 
 
 class Relayed(web.StreamResponse):
-    """Tells aiohttp that the answer has been written; ``complete`` is false where the connection must not be kept."""
+    """Tells aiohttp that the answer has been written; ``keep_alive`` says whether the connection may be kept."""
 
-    def __init__(self, status: int, *, complete: bool) -> None:
+    def __init__(self, status: int, *, keep_alive: bool) -> None:
         super().__init__(status=status)
-        self._complete = complete
+        self._keep_alive = keep_alive
 
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:  # noqa: ARG002, aiohttp's signature
         self._eof_sent = True
-        self._keep_alive = request.keep_alive and self._complete
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:  # noqa: ARG002, aiohttp's signature
@@ -67,9 +66,10 @@ class Relayed(web.StreamResponse):
 
 
 class ClientPort:
-    """One client request's transport as the lifecycle sees it (handoff.answer.Client)."""
+    """One client request's transport as the lifecycle sees it (handoff.answer.Client). keep_alive: whether the connection
+    may serve another request after this one."""
 
-    __slots__ = ("_chunked", "_client_id", "_handler", "_keep_alive", "_stream", "_transport", "_version", "started")
+    __slots__ = ("_chunked", "_client_id", "_handler", "_stream", "_transport", "_version", "keep_alive", "started")
 
     def __init__(self, request: web.BaseRequest, client_id: str, *, stream: bool) -> None:
         handler = request.protocol
@@ -78,7 +78,7 @@ class ClientPort:
         self._handler = handler
         self._transport: asyncio.Transport = handler.transport
         self._version = request.version
-        self._keep_alive = request.keep_alive
+        self.keep_alive = request.keep_alive
         self._client_id = client_id
         self._stream = stream
         self._chunked = False
@@ -97,8 +97,11 @@ class ClientPort:
             lines.append(b"transfer-encoding: chunked")
         elif length is not None:
             lines.append(b"content-length: %d" % length)
-        if not self._keep_alive or tracker.ends_with_connection:
+        self.keep_alive = self.keep_alive and not tracker.ends_with_connection
+        if not self.keep_alive:
             lines.append(b"connection: close")
+        elif self._version < (1, 1):
+            lines.append(b"connection: keep-alive")
         lines.append(b"\r\n")
         self._transport.write(b"\r\n".join(lines))
         self.started = True

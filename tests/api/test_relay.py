@@ -1,0 +1,318 @@
+"""The relay between two real transports, and what it uses of aiohttp beyond the documented API."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+if TYPE_CHECKING:
+    from conftest import Exchange, Stack
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAMED = b"9\r\ndata: a\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+# -- pins ---------------------------------------------------------------------------------------------------------------
+
+
+def test_pin_server_makes_handlers_from_these() -> None:
+    """RelayServer.__call__ does what web.Server.__call__ does, with another class."""
+    source = inspect.getsource(web.Server.__call__)
+    assert "RequestHandler(self, loop=self._loop, **self._kwargs)" in source
+    assert list(inspect.signature(RequestHandler.__init__).parameters)[:2] == ["self", "manager"]
+    assert "request_factory" in inspect.signature(web.Server.__init__).parameters
+    assert "handler_cancellation" in inspect.signature(web.Server.__init__).parameters
+
+
+def test_pin_request_factory_arguments() -> None:
+    assert list(inspect.signature(web.Server._make_request).parameters)[1:] == [
+        "message", "payload", "protocol", "writer", "task",
+    ]  # fmt: skip
+
+
+def test_pin_flow_control_of_the_handler() -> None:
+    assert callable(RequestHandler.pause_writing)
+    assert callable(RequestHandler.resume_writing)
+    assert isinstance(inspect.getattr_static(RequestHandler, "writing_paused"), property)
+
+
+def test_pin_response_that_is_over() -> None:
+    assert web.StreamResponse._eof_sent is False
+    assert web.StreamResponse._keep_alive is None
+    assert list(inspect.signature(web.StreamResponse.prepare).parameters) == ["self", "request"]
+    assert list(inspect.signature(web.StreamResponse.write_eof).parameters) == ["self", "data"]
+    source = inspect.getsource(RequestHandler.finish_response) + inspect.getsource(RequestHandler.start)
+    for used in ("resp.prepare", "resp.write_eof()", "resp.keep_alive"):
+        assert used in source
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------
+
+
+async def test_bytes_pass_as_they_are(stack: Stack) -> None:
+    client = await stack.connect()
+    client.ask()
+    status, head, body = await client.answer()
+    assert status == 200
+    assert body == STREAMED
+    assert b"content-type: text/event-stream" in head
+    assert b"x-eldrd-decode: d0" in head
+    client.close()
+
+
+async def test_keep_alive_after_a_relayed_answer(stack: Stack) -> None:
+    client = await stack.connect()
+    for _ in range(3):
+        client.ask()
+        assert (await client.answer())[2] == STREAMED
+    client.send(b"{")
+    assert (await client.answer())[0] == 400
+    client.ask()
+    assert (await client.answer())[2] == STREAMED
+    client.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(stack: Stack) -> None:
+    async def echoes(exchange: Exchange) -> None:
+        await exchange.json({"prompt": orjson.loads(exchange.body)["prompt"]})
+
+    stack.D.script = echoes
+    client = await stack.connect()
+    for i in range(5):
+        client.ask(prompt=f"p{i}", stream=False)
+    for i in range(5):
+        status, _, body = await client.answer()
+        assert (status, orjson.loads(body)) == (200, {"prompt": f"p{i}"})
+    client.close()
+
+
+async def test_connection_close_is_honoured(stack: Stack) -> None:
+    client = await stack.connect()
+    client.ask(b"connection: close")
+    head = await client.head()
+    assert b"connection: close" in head.lower()
+    assert await client.rest() == STREAMED
+
+
+async def test_http_1_0_client_gets_no_chunks(stack: Stack) -> None:
+    client = await stack.connect()
+    client.ask(version=b"1.0")
+    head = (await client.head()).lower()
+    assert b"chunked" not in head
+    assert await client.rest() == b"data: a\n\ndata: [DONE]\n\n"
+
+
+async def test_http_1_0_client_with_keep_alive(stack: Stack) -> None:
+    async def plain(exchange: Exchange) -> None:
+        await exchange.json({"a": 1})
+
+    stack.D.script = plain
+    client = await stack.connect()
+    for _ in range(2):
+        client.ask(b"connection: keep-alive", version=b"1.0", stream=False)
+        _, head, body = await client.answer()
+        assert b"connection: keep-alive" in head.lower()
+        assert body == b'{"a":1}'
+    client.close()
+
+
+async def test_answer_that_ends_with_the_connection(stack: Stack) -> None:
+    """The client can see its end only by our closing, too."""
+
+    async def closes(exchange: Exchange) -> None:
+        await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: a\n\n")
+        exchange.writer.close()
+
+    stack.D.script = closes
+    client = await stack.connect()
+    client.ask()
+    head = await client.head()
+    assert b"connection: close" in head.lower()
+    assert await client.rest() == b"data: a\n\n"
+
+
+async def test_error_of_the_worker_passes(stack: Stack) -> None:
+    async def refuses(exchange: Exchange) -> None:
+        await exchange.json({"error": {"message": "no"}}, 422)
+
+    stack.D.script = refuses
+    client = await stack.connect()
+    client.ask()
+    status, _, body = await client.answer()
+    assert (status, orjson.loads(body)) == (422, {"error": {"message": "no"}})
+    client.ask()
+    assert (await client.answer())[0] == 422
+    client.close()
+
+
+async def test_fields_of_the_worker(stack: Stack) -> None:
+    """Hop-by-hop fields stay on their hop, the request id is the client's."""
+
+    async def talkative(exchange: Exchange) -> None:
+        await exchange.write(
+            b"HTTP/1.1 200 OK\r\nx-a: 1\r\nconnection: keep-alive, x-hop\r\nx-hop: 1\r\nx-request-id: d\r\n"
+            b"keep-alive: timeout=5\r\ncontent-length: 2\r\n\r\nok"
+        )
+
+    stack.D.script = talkative
+    client = await stack.connect()
+    client.ask(b"x-request-id: mine")
+    _, head, body = await client.answer()
+    lower = head.lower()
+    assert body == b"ok"
+    assert b"x-a: 1" in lower
+    assert b"x-hop" not in lower
+    assert b"timeout=5" not in lower
+    assert lower.count(b"x-request-id") == 1
+    assert b"x-request-id: mine" in lower
+    assert lower.count(b"content-length") == 1
+    client.close()
+
+
+# -- losses -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [b"9\r\ndata: a\n\n\r\n", b"9\r\ndat", b"9"])
+async def test_worker_lost_in_a_stream(stack: Stack, piece: bytes) -> None:
+    async def dies(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED, piece, pause_s=0.02)
+        exchange.writer.transport.abort()
+
+    stack.D.script = dies
+    client = await stack.connect()
+    client.ask()
+    await client.head()
+    try:
+        rest = await client.rest()
+    except ConnectionError:
+        rest = b""
+    assert b"0\r\n\r\n" not in rest
+    assert b"[DONE]" not in rest
+    if piece.endswith(b"\r\n"):
+        chunk = rest.removeprefix(piece)
+        size, _, event = chunk.partition(b"\r\n")
+        assert int(size, 16) == len(event) - 2
+        assert orjson.loads(event.removeprefix(b"data: "))["error"]["code"] == 502
+    assert stack.outcomes == ["consumed"]
+
+
+async def test_client_gone_in_a_stream_ends_the_workers(stack: Stack) -> None:
+    """And the next request gets nothing of that stream."""
+
+    async def endless(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED)
+        await exchange.write(*[b"9\r\ndata: a\n\n\r\n"] * 500, pause_s=0.002)
+
+    stack.D.script = endless
+    client = await stack.connect()
+    client.ask()
+    await client.head()
+    await client.reader.readuntil(b"data: a")
+    client.close()
+    await stack.until(lambda: stack.D.gone == 1)
+    await stack.settled()
+
+    async def fresh(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED + STREAMED)
+
+    stack.D.script = fresh
+    client = await stack.connect()
+    client.ask()
+    assert (await client.answer())[2] == STREAMED
+    client.close()
+
+
+async def test_slow_reader_pauses_the_worker(stack: Stack) -> None:
+    """What a client does not read stays at the worker: memory is bounded, and all of it comes in the end."""
+    total = 96
+    sent = 0
+
+    async def flood(exchange: Exchange) -> None:
+        nonlocal sent
+        await exchange.write(CHUNKED)
+        for _ in range(total):
+            await exchange.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+            sent += 1
+        await exchange.write(b"0\r\n\r\n")
+
+    stack.D.script = flood
+    client = await stack.connect()
+    client.writer.transport.pause_reading()
+    client.ask()
+    await asyncio.sleep(0.5)
+    before = sent
+    await asyncio.sleep(0.3)
+    assert sent == before < total / 2
+    (handler,) = stack.server.connections
+    assert handler.transport is not None
+    assert handler.transport.get_write_buffer_size() < 2 << 20
+    client.writer.transport.resume_reading()
+    await client.head()
+    got = 0
+    while got < total * ((1 << 20) + 10) + 5:
+        data = await asyncio.wait_for(client.reader.read(1 << 20), 5)
+        assert data
+        got += len(data)
+    client.ask(stream=False)
+    stack.D.script = _ok
+    assert (await client.answer())[0] == 200
+    client.close()
+
+
+async def test_slow_reader_that_leaves(stack: Stack) -> None:
+    async def flood(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED)
+        while True:
+            await exchange.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+
+    stack.D.script = flood
+    client = await stack.connect()
+    client.writer.transport.pause_reading()
+    client.ask()
+    await asyncio.sleep(0.2)
+    client.close()
+    await stack.until(lambda: stack.D.gone == 1)
+
+
+async def _ok(exchange: Exchange) -> None:
+    await exchange.json({})
+
+
+async def test_stalled_client_is_ended(stack: Stack) -> None:
+    async def flood(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED)
+        while True:
+            await exchange.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+
+    stack.watch.idle_s = 0.1
+    stack.D.script = flood
+    client = await stack.connect()
+    client.writer.transport.pause_reading()
+    client.ask()
+    await stack.until(lambda: stack.D.gone == 1)
+    await stack.settled()
+    assert stack.workers[1].usable
+    client.close()
+
+
+async def test_request_object_of_aiohttp_is_ours(stack: Stack) -> None:
+    """The body limit follows the settings of the moment."""
+    made: list[Any] = []
+    original = stack.app._request
+
+    def factory(*args: Any) -> web.BaseRequest:
+        made.append(original(*args))
+        return made[-1]
+
+    stack.server.request_factory = factory
+    client = await stack.connect()
+    client.ask()
+    await client.answer()
+    assert made[0]._client_max_size == stack.snapshot.settings.server.max_body_bytes
+    client.close()
