@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loadgen.fleet.decode import StepCost
+from loadgen.fleet.engine import WorkerSpec
 from loadgen.fleet.handoff import Fabric, Violation
 from loadgen.fleet.model import ModelSpec, load
 from loadgen.fleet.prefill import PrefillCost
-from loadgen.fleet.worker import Worker, WorkerSpec
+from loadgen.fleet.worker import Worker
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -32,6 +33,9 @@ class FleetSpec:
     kv_blocks: int = 8192
     max_num_seqs: int = 256
     lease_s: float = 30.0
+    host: str = "127.0.0.1"
+    keepalive_s: float = 5.0
+    journal: bool = False
     prefill_cost: PrefillCost = field(default_factory=PrefillCost)
     step_cost: StepCost = field(default_factory=StepCost)
 
@@ -50,6 +54,11 @@ class EmulatedFleet:
     @property
     def workers(self) -> list[Worker]:
         return [*self.prefill, *self.decode, *self.plain]
+
+    @property
+    def pinned(self) -> int:
+        """Hand-offs whose KV is held on any worker that runs."""
+        return sum(w.engine.ledger.pinned for w in self.workers if w.running)
 
     @property
     def violations(self) -> list[Violation]:
@@ -87,6 +96,9 @@ class EmulatedFleet:
             kv_blocks=self.spec.kv_blocks,
             max_num_seqs=self.spec.max_num_seqs,
             lease_s=self.spec.lease_s,
+            host=self.spec.host,
+            keepalive_s=self.spec.keepalive_s,
+            journal=self.spec.journal,
             prefill=self.spec.prefill_cost,
             decode=self.spec.step_cost,
         )

@@ -1,5 +1,5 @@
-"""KV hand-offs between emulated workers: pinned by P, claimed once by D, expired by lease. Holds no HTTP and no timing
-of transfers.
+"""KV hand-offs between emulated workers: pinned by P, claimed once by D, released unread, expired by lease. Holds no HTTP
+and no timing of transfers.
 
 Real vLLM answers a hand-off that is used twice or after its lease with wrong tokens. Here each misuse is recorded as a
 Violation and the load fails, so that a test can demand that there is none.
@@ -48,12 +48,14 @@ class _Pin:
 
 
 class Ledger:
-    """The hand-offs of one prefill engine. ends: how many ended as ``consumed`` or ``expired``."""
+    """The hand-offs of one prefill engine. ends: how many ended as ``consumed``, ``released`` or ``expired``;
+    idle_releases: releases of what had ended already or never was, which change nothing."""
 
     def __init__(self, host: str, port: int, lease_s: float) -> None:
         self.engine_id = str(uuid.uuid4())
         self.host, self.port, self.lease_s = host, port, lease_s
         self.ends: Counter[str] = Counter()
+        self.idle_releases = 0
         self._pins: dict[str, _Pin] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
@@ -95,6 +97,13 @@ class Ledger:
         if blocks != pin.blocks:
             raise HandoffError("blocks_short")
         self._end(rid, "consumed")
+
+    def release(self, rid: str) -> None:
+        """Free the KV unread: D refused or dropped the request before its engine saw it."""
+        if rid in self._pins:
+            self._end(rid, "released")
+        else:
+            self.idle_releases += 1
 
     def close(self) -> None:
         """Drop all pins without ending them: the engine is gone."""
@@ -140,3 +149,10 @@ class Fabric:
         except HandoffError as e:
             self.violations.append(Violation(e.kind, worker, rid))
             raise
+
+    def release(self, params: dict[str, Any]) -> None:
+        """D's API server tells the engine named in ``params`` that nobody will read the KV, as vLLM's
+        (entrypoints/generate/base/serving.py _with_kv_transfer_rejection_cleanup) does; misuse changes nothing."""
+        ledger = self._ledgers.get(str(params.get("remote_engine_id")))
+        if ledger is not None:
+            ledger.release(str(params.get("remote_request_id")))

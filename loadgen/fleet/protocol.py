@@ -131,6 +131,18 @@ def parse(body: bytes, *, chat: bool, model: EmulatedMoE) -> Call:
     )
 
 
+class _HandOff(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def hand_off_of(body: bytes) -> dict[str, Any] | None:
+    """The kv_transfer_params of a body that may be no valid request; None where there are none."""
+    try:
+        return msgspec.json.decode(body, type=_HandOff).kv_transfer_params
+    except msgspec.DecodeError:
+        return None
+
+
 def _max_tokens(prompt: int, asked: int | None, context: int) -> int:
     room = context - prompt
     if room < 1 or (asked is not None and asked > room):

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from loadgen.fleet.model import EmulatedMoE
+    from loadgen.fleet.protocol import Call
     from loadgen.vocabulary import Vocabulary
 
 
@@ -99,3 +101,22 @@ def plan_output(
         sent = upto
     reason = "length" if len(tokens) >= max_tokens and tokens[-1] != EOS else "stop"
     return Output(tokens, out, reason, None)
+
+
+def outputs(call: Call, model: EmulatedMoE) -> list[Output]:
+    """What a call will be answered, prompt-major with n a prompt: the same on every worker and in every process."""
+    planned = []
+    for prompt, limit in zip(call.prompts, call.max_tokens, strict=True):
+        for i in range(call.n):
+            tokens = model.continue_prompt(prompt, limit, call.min_tokens, call.ignore_eos, call.seed + i)
+            planned.append(
+                plan_output(
+                    tokens,
+                    model.vocabulary,
+                    max_tokens=limit,
+                    stop=call.stop,
+                    stop_token_ids=call.stop_token_ids,
+                    include_stop=call.include_stop,
+                )
+            )
+    return planned

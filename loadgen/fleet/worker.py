@@ -1,151 +1,65 @@
-"""One emulated vLLM server: HTTP routes, request life and metrics over the engine parts. No router, no workload.
-
-Roles: ``prefill`` (has the hook), ``decode``, ``plain``. As with real vLLM the role only decides what is attached; any
-worker prefills a request that brings no KV and decodes as far as it is asked. One simplification: prefill and decode of
-one worker do not slow each other down, which matters to plain workers only.
-"""
+"""One emulated vLLM server: HTTP routes, request life, metrics and faults over the engine. No router, no workload."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import uuid
-from collections import Counter
-from contextlib import suppress
+import zlib
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import orjson
 from aiohttp import web
 
-from loadgen.fleet.decode import DecodeLoop, StepCost
+from loadgen.fleet import wire
+from loadgen.fleet.engine import Engine, WorkerSpec
 from loadgen.fleet.faults import Faults
-from loadgen.fleet.handoff import Fabric, HandoffError, Ledger
-from loadgen.fleet.hook import EmulatedHook
-from loadgen.fleet.kv import BlockPool, block_hashes
+from loadgen.fleet.kv import block_hashes
 from loadgen.fleet.metrics import exposition
-from loadgen.fleet.prefill import PrefillCost, PrefillQueue
-from loadgen.fleet.protocol import ApiError, Call, parse
+from loadgen.fleet.protocol import ApiError, Call, hand_off_of, parse
 from loadgen.fleet.render import DONE, Answer, error_event
-from loadgen.fleet.sequence import Sequence, plan_output
+from loadgen.fleet.sequence import Output, Sequence, outputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from loadgen.fleet.handoff import Fabric
     from loadgen.fleet.model import EmulatedMoE
 
 VERSION = "0.32.0"
 _MAX_BODY = 64 * 2**20
+_GZIP = 31
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """name; role; hook: ZMQ endpoint of eldrd for a prefill worker, None = no hook; port 0 = any free one;
-    transfer_s: time D needs to fetch a hand-off; lease_s: how long P keeps one; kv_blocks: size of the KV cache."""
+@dataclass(slots=True)
+class Sent:
+    """What a worker answered to one request with status 200, before faults of the wire and compression. whole: it had
+    nothing more to say."""
 
-    name: str
-    role: str = "plain"
-    host: str = "127.0.0.1"
-    port: int = 0
-    hook: str | None = None
-    kv_blocks: int = 8192
-    max_num_seqs: int = 256
-    lease_s: float = 30.0
-    transfer_s: float = 0.003
-    prefill: PrefillCost = field(default_factory=PrefillCost)
-    decode: StepCost = field(default_factory=StepCost)
-
-
-class _Engine:
-    """Everything that dies with the process: KV, queues, hand-offs, hook."""
-
-    def __init__(self, spec: WorkerSpec, model: EmulatedMoE, fabric: Fabric, side_port: int) -> None:
-        self.pool = BlockPool(spec.kv_blocks)
-        self.ledger = Ledger(spec.host, side_port, spec.lease_s)
-        self.hook = EmulatedHook(model, spec.name, spec.hook) if spec.hook else None
-        self.finished: Counter[str] = Counter()
-        self.local_prefills = 0
-        self._spec, self._fabric = spec, fabric
-        self.prefill = PrefillQueue(self.pool, model.spec.block_size, spec.prefill, self.hook, self._prefilled)
-        self.decode = DecodeLoop(model, self.pool, spec.decode, spec.max_num_seqs, self._finish)
-        fabric.join(self.ledger)
-        self._tasks = [asyncio.create_task(self.prefill.run()), asyncio.create_task(self.decode.run())]
-        if self.hook is not None:
-            self._tasks.append(asyncio.create_task(self.hook.run()))
-
-    def submit(self, seq: Sequence) -> None:
-        if not (seq.params or {}).get("do_remote_prefill"):
-            self.local_prefills += 1
-            self.prefill.add(seq)
-            return
-        try:
-            self._fabric.claim(self._spec.name, seq)
-        except HandoffError:
-            self.finished["error"] += 1
-            seq.fail("Internal server error")
-            return
-        asyncio.get_running_loop().call_later(self._spec.transfer_s, self._arrived, seq)
-
-    def abort(self, seq: Sequence) -> None:
-        """The client is gone."""
-        if seq.done or seq.aborted:
-            return
-        seq.aborted = True
-        self.finished["abort"] += 1
-        self.prefill.discard(seq)
-        self.decode.discard(seq)
-        self._release(seq)
-
-    async def stop(self) -> None:
-        self._fabric.leave(self.ledger)
-        self.ledger.close()
-        for t in self._tasks:
-            t.cancel()
-        for t in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await t
-
-    def _arrived(self, seq: Sequence) -> None:
-        if not seq.aborted:
-            self.decode.add(seq)
-
-    def _prefilled(self, seq: Sequence) -> None:
-        if seq.aborted:
-            self._release(seq)
-        elif seq.done:
-            self._finish(seq)
-        else:
-            self.decode.add(seq)
-
-    def _finish(self, seq: Sequence) -> None:
-        self.finished[seq.output.finish_reason] += 1
-        params = seq.params or {}
-        if params.get("do_remote_decode"):
-            seq.hand_off = self.ledger.pin(seq, lambda: self._release(seq))
-            if self.hook is not None and "eldr_id" in params:
-                seq.hand_off["eldr"] = {"id": params["eldr_id"], "blocks": len(seq.hashes)}
-        else:
-            self._release(seq)
-
-    def _release(self, seq: Sequence) -> None:
-        if seq is self.prefill.current:
-            return  # still being computed; its end releases it
-        self.pool.release(seq.blocks)
-        seq.blocks = []
-        self.prefill.room()
-        self.decode.room()
+    body: bytearray = field(default_factory=bytearray)
+    whole: bool = False
 
 
 class Worker:
     """A server on its own port. ``start`` and ``stop`` may alternate: a restarted worker keeps its port and has a new
-    engine, as a restarted vLLM has. ``faults`` may be changed at any time."""
+    engine, as a restarted vLLM has. ``faults`` may be changed at any time; ``draw``, where set, gives each generation
+    request its own. received: generation requests so far. Where the spec asks for it, journal: answers by X-Request-Id,
+    and seen: the latest requests' headers and bodies."""
 
     def __init__(self, spec: WorkerSpec, model: EmulatedMoE, fabric: Fabric) -> None:
         self.spec, self.model, self.faults = spec, model, Faults()
+        self.draw: Callable[[], Faults] | None = None
+        self.journal: dict[str, Sent] = {}
+        self.seen: deque[tuple[dict[str, str], bytes]] = deque(maxlen=16)
+        self.received = 0
         self.port = spec.port
         self._fabric = fabric
-        self._engine: _Engine | None = None
+        self._engine: Engine | None = None
         self._runner: web.AppRunner | None = None
-        self._retired_finishes: Counter[str] = Counter()
+        self._listener: asyncio.Server | None = None
 
     @property
     def name(self) -> str:
@@ -153,10 +67,18 @@ class Worker:
 
     @property
     def url(self) -> str:
-        return f"http://{self.spec.host}:{self.port}"
+        return (
+            f"http://[{self.spec.host}]:{self.port}"
+            if ":" in self.spec.host
+            else f"http://{self.spec.host}:{self.port}"
+        )
 
     @property
-    def engine(self) -> _Engine:
+    def running(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
         """The running engine. Raises RuntimeError while the worker is stopped."""
         if self._engine is None:
             raise RuntimeError(f"worker {self.name} is not running")
@@ -177,15 +99,34 @@ class Worker:
                 web.post("/emulated/faults", self._set_faults),
             ]
         )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.1,
+            keepalive_timeout=self.spec.keepalive_s,
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.spec.host, self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-        self._engine = _Engine(self.spec, self.model, self._fabric, self.port + 1)
+        await self.listen()
+        self._engine = Engine(self.spec, self.model, self._fabric, self.port + 1)
+
+    async def listen(self) -> None:
+        """Accept connections (again)."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        server = self._runner.server
+        self._listener = await wire.serve(lambda: cast("asyncio.Protocol", server()), self.spec.host, self.port)
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    def unlisten(self) -> None:
+        """Refuse new connections; those that exist go on."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     async def stop(self) -> None:
         """Break all connections and lose the engine, as a killed server does."""
+        self.unlisten()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -200,102 +141,84 @@ class Worker:
         return await self._generate(request, chat=True)
 
     async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
-        faults = self.faults
-        if faults.delay_s:
-            await asyncio.sleep(faults.delay_s)
-        if faults.refuse:
-            _cut(request)
+        faults = self.draw() if self.draw is not None else self.faults
+        self.received += 1
+        connection = cast("wire.Wire", request.transport)
+        connection.arm(faults)
+        engine = self.engine
+        body = b""
         try:
+            if faults.drop_reused and connection.requests > 1:
+                _end(connection, faults)
+            body = await request.read()
+            if self.spec.journal:
+                self.seen.append((dict(request.headers), body))
+            if faults.delay_s:
+                await asyncio.sleep(faults.delay_s)
             if faults.status is not None:
                 raise ApiError(faults.status, "Emulated fault", "InternalServerError")
-            call = parse(await request.read(), chat=chat, model=self.model)
+            call = parse(body, chat=chat, model=self.model)
         except ApiError as e:
+            if e.status < 500:
+                engine.reject(hand_off_of(body))
             return _json(e.body, e.status)
-        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{request.headers.get('X-Request-Id') or uuid.uuid4().hex}"
+        except asyncio.CancelledError:
+            engine.reject(hand_off_of(body))
+            raise
+        if faults.refuse:
+            _end(connection, faults)
+        id_ = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{id_}"
         changed = asyncio.Event()
-        sequences = self._sequences(call, answer_id, changed)
+        sequences = self._sequences(call, answer_id, changed, faults)
         texts = [self.model.vocabulary.decode(p.tolist()) for p in call.prompts] if call.echo else []
         answer = Answer(call, answer_id, self.model.spec.name, sequences, texts)
-        engine = self.engine
         for seq in sequences:
             engine.submit(seq)
+        sent = Sent()
+        if self.spec.journal:
+            self.journal[id_] = sent
         try:
             if call.stream:
-                return await self._stream(request, call, answer, sequences, changed)
-            return await self._whole(answer, sequences, changed)
+                return await _Stream(request, call, answer, sequences, changed, faults, sent).run()
+            return await self._whole(answer, sequences, changed, faults, sent)
         finally:
             for seq in sequences:
                 engine.abort(seq)
 
-    def _sequences(self, call: Call, answer_id: str, changed: asyncio.Event) -> list[Sequence]:
+    def _sequences(self, call: Call, answer_id: str, changed: asyncio.Event, faults: Faults) -> list[Sequence]:
         size = self.model.spec.block_size
         sequences = []
-        for p, (prompt, limit) in enumerate(zip(call.prompts, call.max_tokens, strict=True)):
+        planned = iter(outputs(call, self.model))
+        for p, prompt in enumerate(call.prompts):
             hashes = block_hashes(prompt, size, call.cache_salt)
-            for i in range(call.n):
-                tokens = self.model.continue_prompt(prompt, limit, call.min_tokens, call.ignore_eos, call.seed + i)
-                output = plan_output(
-                    tokens,
-                    self.model.vocabulary,
-                    max_tokens=limit,
-                    stop=call.stop,
-                    stop_token_ids=call.stop_token_ids,
-                    include_stop=call.include_stop,
-                )
+            for _ in range(call.n):
+                output = _spoiled(next(planned), faults)
                 inner = f"-{p}" if not call.chat else ""
                 rid = f"{answer_id}{inner}-{uuid.uuid4().hex[:8]}"
                 sequences.append(Sequence(rid, prompt, hashes, output, changed, call.kv_transfer_params))
         return sequences
 
-    async def _whole(self, answer: Answer, sequences: list[Sequence], changed: asyncio.Event) -> web.Response:
+    async def _whole(
+        self, answer: Answer, sequences: list[Sequence], changed: asyncio.Event, faults: Faults, sent: Sent
+    ) -> web.Response:
         while not all(s.done for s in sequences):
             changed.clear()
             await changed.wait()
         if error := next((s.error for s in sequences if s.error), None):
             return _json(ApiError(500, error, "InternalServerError").body, 500)
-        self._spoil(sequences[0])
-        return web.Response(body=answer.whole(), content_type="application/json")
-
-    async def _stream(
-        self, request: web.Request, call: Call, answer: Answer, sequences: list[Sequence], changed: asyncio.Event
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        response.enable_chunked_encoding()
-        await response.prepare(request)
-        sent = [0] * len(sequences)
-        events = 0
-        while True:
-            changed.clear()
-            out: list[bytes] = []
-            for i, seq in enumerate(sequences):
-                if seq.produced > sent[i]:
-                    if events == 0 and not out:
-                        out.append(answer.start())
-                    out += answer.chunks(i, sent[i], seq.produced)
-                    events += seq.produced - sent[i]
-                    sent[i] = seq.produced
-            if out:
-                await response.write(b"".join(out))
-            limit = self.faults.die_after_chunks
-            if limit is not None and events >= limit:
-                _cut(request)
-            if all(s.done for s in sequences):
-                break
-            if not changed.is_set():
-                await changed.wait()
-        if error := next((s.error for s in sequences if s.error), None):
-            end = error_event(ApiError(500, error, "InternalServerError").body)
-        else:
-            end = answer.usage_event() if call.include_usage else b""
-        await response.write(end + DONE)
-        await response.write_eof()
-        return response
-
-    def _spoil(self, seq: Sequence) -> None:
-        if seq.hand_off is not None and self.faults.drop_params:
+        seq = sequences[0]
+        if seq.hand_off is not None and faults.drop_params:
             seq.hand_off = None
-        elif seq.hand_off is not None and self.faults.wrong_params:
+        elif seq.hand_off is not None and faults.wrong_params:
             seq.hand_off = {**seq.hand_off, "remote_request_id": f"{seq.request_id}-wrong"}
+        body = answer.whole()
+        sent.body += body
+        sent.whole = True
+        if faults.gzip:
+            packed = zlib.compress(body, wbits=_GZIP)
+            return web.Response(body=packed, content_type="application/json", headers={"Content-Encoding": "gzip"})
+        return web.Response(body=body, content_type="application/json")
 
     async def _models(self, _: web.Request) -> web.Response:
         spec = self.model.spec
@@ -362,12 +285,88 @@ class Worker:
         return web.Response()
 
 
+class _Stream:
+    """One streamed answer."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        call: Call,
+        answer: Answer,
+        sequences: list[Sequence],
+        changed: asyncio.Event,
+        faults: Faults,
+        sent: Sent,
+    ) -> None:
+        self._request, self._call, self._answer = request, call, answer
+        self._sequences, self._changed, self._faults, self._sent = sequences, changed, faults, sent
+        self._packer = zlib.compressobj(wbits=_GZIP) if faults.gzip else None
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        if faults.gzip:
+            self._response.headers["Content-Encoding"] = "gzip"
+        self._response.enable_chunked_encoding()
+
+    async def run(self) -> web.StreamResponse:
+        await self._response.prepare(self._request)
+        produced = [0] * len(self._sequences)
+        events = 0
+        while True:
+            self._changed.clear()
+            out: list[bytes] = []
+            for i, seq in enumerate(self._sequences):
+                if seq.produced > produced[i]:
+                    if events == 0 and not out:
+                        out.append(self._answer.start())
+                    out += self._answer.chunks(i, produced[i], seq.produced)
+                    events += seq.produced - produced[i]
+                    produced[i] = seq.produced
+            if out:
+                await self._write(b"".join(out))
+            limit = self._faults.die_after_chunks
+            if limit is not None and events >= limit:
+                self._die()
+            if all(s.done for s in self._sequences):
+                break
+            if not self._changed.is_set():
+                await self._changed.wait()
+        if error := next((s.error for s in self._sequences if s.error), None):
+            end = error_event(ApiError(500, error, "InternalServerError").body)
+        else:
+            end = self._answer.usage_event() if self._call.include_usage else b""
+        await self._write(end + DONE, last=True)
+        self._sent.whole = True
+        await self._response.write_eof()
+        return self._response
+
+    async def _write(self, data: bytes, *, last: bool = False) -> None:
+        self._sent.body += data
+        if self._packer is not None:
+            data = self._packer.compress(data) + self._packer.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
+        size = self._faults.chunk or len(data)
+        for i in range(0, len(data), size):
+            await self._response.write(data[i : i + size])
+
+    def _die(self) -> None:
+        connection = cast("wire.Wire", self._request.transport)
+        if self._faults.die_inside:
+            # A chunk that announces more than it brings.
+            connection.write(b'40\r\ndata: {"id"')
+        _end(connection, self._faults)
+
+
+def _spoiled(output: Output, faults: Faults) -> Output:
+    if faults.finish_first:
+        return Output(output.tokens[:1], output.pieces[:1], "stop", None)
+    if faults.first_text is not None:
+        return Output(output.tokens, [faults.first_text, *output.pieces[1:]], output.finish_reason, output.stop_reason)
+    return output
+
+
 def _json(body: dict[str, Any], status: int) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def _cut(request: web.Request) -> None:
-    """Break the connection under a handler, which is cancelled by that."""
-    if request.transport is not None:
-        request.transport.abort()
+def _end(connection: wire.Wire, faults: Faults) -> None:
+    """End the connection under a handler, which ends with it."""
+    connection.cut(faults.cut)
     raise asyncio.CancelledError

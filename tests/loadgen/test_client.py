@@ -103,7 +103,8 @@ async def test_arrivals_do_not_wait_for_answers():
     finally:
         await server.close()
     assert all(r.ok for r in got)
-    assert seen[-1][0] - seen[0][0] == pytest.approx(0.12, abs=0.07)
+    # A busy machine may be late, but the arrivals never wait for the answers' 5 x 4 gaps.
+    assert 0.1 < seen[-1][0] - seen[0][0] < 2.0
     assert [h["X-Eldrd-Label"] for _, h, _ in seen] == ["code", "math", "code", "math", "code"]
     assert {b["model"] for _, _, b in seen} == {"m"}
     assert (counters[0].sent, counters[0].ended, counters[0].failed) == (5, 5, 0)
