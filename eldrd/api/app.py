@@ -49,6 +49,8 @@ class App:
             self._handle,
             request_factory=self._request,
             handler_cancellation=True,
+            # vLLM takes no compressed bodies either, and a small one could unfold into a large one.
+            auto_decompress=False,
             access_log=None,
             keepalive_timeout=server.keepalive_s,
         )
@@ -189,6 +191,8 @@ async def _body(http: web.BaseRequest, limit: int) -> bytes:
         return await http.read()
     except web.HTTPRequestEntityTooLarge:
         raise errors.too_large(limit) from None
+    except web.RequestPayloadError:
+        raise errors.bad_request("The body's transfer coding is broken.") from None
 
 
 def _response(answer: Answer, client_id: str | None) -> web.Response:

@@ -64,6 +64,23 @@ def release_body(params: dict[str, Any]) -> bytes:
     return orjson.dumps({"model": "eldrd-release", "prompt": [0], "max_tokens": 1, TRANSFER: params})
 
 
+def parsed(body: bytes, *, chat: bool) -> dict[str, Any]:
+    """A prefill answer with one choice at least, each with its text (chat: message). Raises ValueError for anything else."""
+    answer = orjson.loads(body)
+    try:
+        usage = answer.get("usage") or {}
+        counts = [usage.get("prompt_tokens"), usage.get("completion_tokens")]
+        counts.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        whole = all(c is None or type(c) is int for c in counts) and len(answer["choices"]) > 0
+        for choice in answer["choices"]:
+            whole = whole and isinstance(choice["message"], dict) if chat else whole and isinstance(choice["text"], str)
+    except (AttributeError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError("not a prefill answer")
+    return dict(answer)
+
+
 def transfer_params(answer: dict[str, Any]) -> dict[str, Any] | None:
     """The hand-off in a prefill answer, without the hook's acknowledgement; None where the KV is not held."""
     params = answer.get(TRANSFER)
@@ -74,8 +91,7 @@ def transfer_params(answer: dict[str, Any]) -> dict[str, Any] | None:
 
 def finished(answer: dict[str, Any]) -> bool:
     """Whether the first token already ended the answer (end of text, stop string), so that nothing is left to decode."""
-    choices = answer.get("choices") or [{}]
-    return choices[0].get("finish_reason") not in ("length", None)
+    return answer["choices"][0].get("finish_reason") not in ("length", None)
 
 
 def completion_tokens(tail: bytes) -> int | None:

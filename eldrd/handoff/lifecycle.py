@@ -185,13 +185,13 @@ class _Way:
 
     def _parsed(self, body: bytes) -> dict[str, Any]:
         try:
-            answer = orjson.loads(body)
-            usage = answer.get("usage") or {}
-            self.record.prompt_tokens = usage.get("prompt_tokens") or 0
-            self.record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        except (orjson.JSONDecodeError, AttributeError):
+            answer = vllm.parsed(body, chat=self.request.chat)
+        except ValueError:
             raise bad_gateway("prefill", "invalid_answer") from None
-        return dict(answer)
+        usage = answer.get("usage") or {}
+        self.record.prompt_tokens = usage.get("prompt_tokens") or 0
+        self.record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return answer
 
     def _early(self, answer: dict[str, Any], headers: list[tuple[bytes, bytes]]) -> Answer | None:
         """P's answer as the client's, where its one token is all there is."""

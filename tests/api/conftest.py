@@ -104,6 +104,8 @@ async def streams(exchange: Exchange) -> None:
 class Stack:
     """The API on a loopback port. P and D: the scripted workers. errors: what reached the loop's exception handler."""
 
+    prefilled = PREFILLED
+
     def __init__(self, **sections: Any) -> None:
         self.P, self.D = ScriptedWorker(prefills), ScriptedWorker(streams)
         self.sections = sections
