@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -35,16 +36,16 @@ class Plan:
 
 
 def trace(stack: Stack, plan: Plan, seed: int) -> list[Request]:
-    """Evenly spaced requests, the domains in turn, every prompt new."""
-    domains = stack.spec.model.domains
+    """Evenly spaced requests, equally many of each domain in random order, every prompt new."""
+    order = np.random.default_rng(seed).permutation(np.arange(plan.requests) % stack.spec.model.domains)
     return [
         Request(
             i / plan.rate,
-            i % domains,
-            checks.prompt(stack, plan.prompt_tokens, seed * 10_000 + i, i % domains),
+            domain,
+            checks.prompt(stack, plan.prompt_tokens, seed * 10_000 + i, domain),
             plan.output_tokens,
         )
-        for i in range(plan.requests)
+        for i, domain in enumerate(order.tolist())
     ]
 
 

@@ -37,7 +37,7 @@ class Stack:
 
     def __init__(self, out: Path, spec: StackSpec | None = None) -> None:
         self.spec = spec or StackSpec()
-        self.out = out
+        self.out = out = out.resolve()
         self.checkpoint = out / "model"
         hook = f"tcp://127.0.0.1:{free_port()}"
         settings = ServerSettings(
