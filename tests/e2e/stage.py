@@ -148,6 +148,12 @@ class Stage:
 
         return grown
 
+    async def reload(self, **sections: dict[str, Any]) -> None:
+        """Change eldrd's configuration until the test's end."""
+        failed = await self.metric("eldrd_reloads_total", outcome="failed")
+        await self.eldrd.reload(**sections)
+        assert await self.metric("eldrd_reloads_total", outcome="failed") == failed
+
     def ends(self) -> dict[str, int]:
         """How the hand-offs ended that the running prefill engines gave."""
         ends: dict[str, int] = {}
@@ -185,7 +191,7 @@ class Stage:
                 await worker.start()
         if self.eldrd.sections != self.base:
             self.eldrd.sections = {name: dict(keys) for name, keys in self.base.items()}
-            await self.eldrd.reload()
+            await self.reload()
         await self.eldrd.until(self.settled, 15.0)
         await until(lambda: self.fleet.pinned == 0, 5.0)
         self.fleet.violations.clear()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def waiting_between_the_legs(stage: Stage, folder: Path) -> None:
     """From now on eldrd waits 3 s after each prefill: for a signature that no hook sends."""
-    await stage.eldrd.reload(capture={"dir": str(folder / "capture")}, signatures={"wait_ms": 3000})
+    await stage.reload(capture={"dir": str(folder / "capture")}, signatures={"wait_ms": 3000})
 
 
 async def released(stage: Stage, n: int = 1) -> None:
