@@ -93,8 +93,6 @@ class Connection(asyncio.Protocol):
         self._sink = None
         self._head = self._loop.create_future()
         self._done = self._loop.create_future()
-        # Looked at only by whoever waits for the end; nobody may.
-        self._done.add_done_callback(_retrieve)
         self.transport.writelines(parts)
         return await self.head(timeout_s)
 
@@ -133,17 +131,20 @@ class Connection(asyncio.Protocol):
                 parts.append(data)
 
             self._attach(take)
-        timer = self._loop.call_later(timeout_s, self._fail, "timeout")
-        try:
-            await done
-        finally:
-            timer.cancel()
+        if not done.done():
+            timer = self._loop.call_later(timeout_s, self._fail, "timeout")
+            try:
+                await done
+            finally:
+                timer.cancel()
+        done.result()
         body = b"".join(self._parts)
         return dechunk(body) if self.tracker is not None and self.tracker.chunked else body
 
     def relay(self, write: Callable[[bytes], object]) -> asyncio.Future[None]:
         """Let every byte of the body, framing included, go to ``write`` as it comes; the future ends with the message or
-        fails with UpstreamError(body)."""
+        fails with UpstreamError(body). A RuntimeError of ``write``, as of uvloop's transport once it is closed, means that
+        nobody reads any more: the rest is dropped until the exchange is released."""
         assert self._done is not None
         self._attach(write)
         return self._done
@@ -152,7 +153,14 @@ class Connection(asyncio.Protocol):
         self._sink = sink
         held, self._held = self._held, []
         for data in held:
-            sink(data)
+            self._give(data)
+
+    def _give(self, data: bytes) -> None:
+        assert self._sink is not None
+        try:
+            self._sink(data)
+        except RuntimeError:
+            self._sink = _nowhere
 
     def pause(self) -> None:
         """Stop reading: whoever takes the bytes cannot take more."""
@@ -215,7 +223,10 @@ class Connection(asyncio.Protocol):
         self.tail.append(data)
         sink = self._sink
         if sink is not None:
-            sink(data)
+            try:
+                sink(data)
+            except RuntimeError:
+                self._sink = _nowhere
         else:
             self._held.append(data)
 
@@ -230,7 +241,7 @@ class Connection(asyncio.Protocol):
         if data:
             self.tail.append(data)
             if self._sink is not None:
-                self._sink(data)
+                self._give(data)
             else:
                 self._held.append(data)
         self._reusable = self._reusable and not extra
@@ -281,6 +292,8 @@ class Connection(asyncio.Protocol):
             head.set_exception(UpstreamError("first_byte", cause, answered=answered, stale=stale))
         elif done is not None and not done.done():
             done.set_exception(UpstreamError("body", cause, answered=True))
+            # Looked at only by whoever waits for the end; nobody may.
+            done.exception()
         self._reusable = False
         self.abort()
 
@@ -304,9 +317,8 @@ class Connection(asyncio.Protocol):
         self._fail("reset")
 
 
-def _retrieve(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()
+def _nowhere(_: bytes) -> None:
+    """The sink of an exchange whose taker is gone."""
 
 
 class ConnectionPool:
@@ -321,7 +333,8 @@ class ConnectionPool:
         self.netloc = parts.netloc.encode()
         self.connect_timeout_s = connect_timeout_s
         self._tls = tls.create_default_context() if parts.scheme == "https" else None
-        self._idle: collections.deque[Connection] = collections.deque()
+        # A dict for its order, oldest first, and because any of them may have to be taken out.
+        self._idle: dict[Connection, None] = {}
         self._closed = False
 
     async def get(self) -> Connection:
@@ -329,7 +342,7 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         now = loop.time()
         while self._idle:
-            c = self._idle.pop()
+            c, _ = self._idle.popitem()
             if c.transport is None or c.transport.is_closing():
                 continue
             if c.idle_for(now) < MAX_IDLE_S:
@@ -353,19 +366,19 @@ class ConnectionPool:
         if self._closed:
             connection.abort()
             return
-        self._idle.append(connection)
+        self._idle[connection] = None
         now = asyncio.get_running_loop().time()
-        while self._idle and self._idle[0].idle_for(now) > MAX_IDLE_S:
-            self._idle.popleft().abort()
+        while (oldest := next(iter(self._idle))).idle_for(now) > MAX_IDLE_S:
+            del self._idle[oldest]
+            oldest.abort()
 
     def drop(self, connection: Connection) -> None:
-        # A connection in use is not in the deque; an idle one that the worker closed is.
-        if connection in self._idle:
-            self._idle.remove(connection)
+        # One in use is not in there; an idle one that the worker closed is.
+        self._idle.pop(connection, None)
 
     def close_idle(self) -> None:
         while self._idle:
-            self._idle.pop().abort()
+            self._idle.popitem()[0].abort()
 
     def close(self) -> None:
         """Close the idle connections; those in use close when released."""

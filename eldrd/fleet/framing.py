@@ -8,10 +8,12 @@ from typing import Final
 MAX_HEAD: Final = 65_536
 _MAX_LINE: Final = 4_096
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([^\r\n]*))?\Z")
-_FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\x00\r\n]*?)[ \t]*\Z")
+_TOKEN: Final = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
-_HOP_BY_HOP = frozenset(
+# Hop-by-hop, and the length, which the next hop's framing decides.
+_NOT_PASSED_ON = frozenset(
     (
+        b"content-length",
         b"connection",
         b"keep-alive",
         b"proxy-authenticate",
@@ -31,29 +33,33 @@ class FramingError(ValueError):
 class Head:
     """Status line and header fields of one answer. Field names are lower case."""
 
-    __slots__ = ("fields", "minor", "reason", "status")
+    __slots__ = ("_first", "fields", "minor", "reason", "status")
 
     def __init__(self, minor: int, status: int, reason: bytes, fields: list[tuple[bytes, bytes]]) -> None:
         self.minor = minor
         self.status = status
         self.reason = reason
         self.fields = fields
+        # dict() keeps the last of equal names, and the first is wanted.
+        self._first = dict(reversed(fields))
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of a field, None if absent."""
-        return next((v for k, v in self.fields if k == name), None)
+        return self._first.get(name)
 
     @property
     def keep_alive(self) -> bool:
         """Whether the peer lets the connection be used again after this message (RFC 9112, 9.3)."""
-        options = (self.get(b"connection") or b"").lower()
+        options = self._first.get(b"connection", b"").lower()
         return b"close" not in options and (self.minor == 1 or b"keep-alive" in options)
 
     @property
     def end_to_end(self) -> list[tuple[bytes, bytes]]:
         """The fields that a proxy passes on (RFC 9110, 7.6.1), less content-length."""
-        named = {o.strip().lower() for o in (self.get(b"connection") or b"").split(b",")}
-        return [f for f in self.fields if f[0] not in _HOP_BY_HOP and f[0] not in named and f[0] != b"content-length"]
+        dropped = _NOT_PASSED_ON
+        if connection := self._first.get(b"connection"):
+            dropped = dropped.union(option.strip().lower() for option in connection.split(b","))
+        return [f for f in self.fields if f[0] not in dropped]
 
 
 def parse_head(data: bytes) -> Head:
@@ -62,12 +68,15 @@ def parse_head(data: bytes) -> Head:
     m = _STATUS.match(lines[0])
     if m is None:
         raise FramingError("status line")
+    ends = len(lines) - 1
+    if data.count(b"\r") != ends or data.count(b"\n") != ends or b"\0" in data:
+        raise FramingError("control character")
     fields = []
     for line in lines[1:]:
-        f = _FIELD.match(line)
-        if f is None:
+        name, colon, value = line.partition(b":")
+        if not name or not colon or name.translate(None, _TOKEN):
             raise FramingError("header field")
-        fields.append((f[1].lower(), f[2]))
+        fields.append((name.lower(), value.strip(b" \t")))
     return Head(int(m[1]), int(m[2]), m[3] or b"", fields)
 
 
