@@ -84,6 +84,7 @@ class Server(Section):
 
 class Model(Section):
     name: str = Field(min_length=1, description="name the workers serve")
+    aliases: tuple[str, ...] = Field((), description="further names that clients may use and see in answers")
 
 
 class Worker(Section):
@@ -192,6 +193,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _across_sections(self) -> Settings:
+        served = [name for m in self.models for name in (m.name, *m.aliases)]
+        double = next((n for n in served if served.count(n) > 1), None)
+        if double is not None:
+            raise ValueError(f"[[models]] has the name or alias {double!r} twice")
         names = [w.name for w in (*self.prefill.workers, *self.decode.workers)]
         double = next((n for n in names if names.count(n) > 1), None)
         if double is not None:

@@ -54,11 +54,14 @@ class Admin:
         for worker in (*snapshot.decode.workers, *snapshot.prefill.workers):
             for card in worker.cards:
                 cards.setdefault(card["id"], card)
-        configured = [model.name for model in snapshot.settings.models]
-        if not configured:
+        if not snapshot.settings.models:
             return list(cards.values())
         bare = {"object": "model", "created": int(self._started), "owned_by": "vllm"}
-        return [cards.get(name, {"id": name, **bare}) for name in configured]
+        return [
+            {**cards.get(model.name, bare), "id": name}
+            for model in snapshot.settings.models
+            for name in (model.name, *model.aliases)
+        ]
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": self.cards()}
@@ -71,6 +74,10 @@ class Admin:
         return tuple(
             {card["id"]: None for w in (*snapshot.decode.workers, *snapshot.prefill.workers) for card in w.cards}
         )
+
+    def aliases(self) -> dict[str, str]:
+        """The worker's name behind each alias."""
+        return {alias: model.name for model in self._current().settings.models for alias in model.aliases}
 
     def status(self) -> dict[str, Any]:
         snapshot = self._current()

@@ -102,7 +102,7 @@ class App:
         try:
             try:
                 body = await _body(http, snapshot.settings.server.max_body_bytes)
-                request = openai.parse(path, body, http.headers, self._admin.model_names())
+                request = openai.parse(path, body, http.headers, self._admin.model_names(), self._admin.aliases())
                 port = ClientPort(http, request.client_id, stream=request.stream)
                 answer = await self._lifecycle.serve(request, snapshot, port, record)
             except Failure as failure:
@@ -162,6 +162,7 @@ class App:
                 prompt_tokens=record.prompt_tokens,
                 cached_tokens=record.cached_tokens,
                 output_tokens=record.output_tokens,
+                parts=record.parts,
                 retries=record.retries,
                 prefill_ms=_ms(record.arrived, record.prefilled),
                 decide_ms=_ms(record.prefilled, record.decided),

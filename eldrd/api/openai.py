@@ -21,11 +21,22 @@ _PREFIX_BYTES: Final = 1024
 # orjson reads 1,024 levels but writes no more than 254, and the prefill body is written anew.
 _MAX_DEPTH: Final = 200
 _LABEL_BYTES: Final = 256
+# Choices of one request, each with a hand-off of its own.
+_MAX_PARTS: Final = 128
 _PASSED_HEADERS: Final = ("traceparent", "tracestate")
 
 
-def parse(path: str, body: bytes, headers: Mapping[str, str], models: Collection[str]) -> Request:
-    """Check a body as far as eldrd needs to understand it; the rest is the worker's to judge. Raises Failure."""
+def parse(
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    models: Collection[str],
+    aliases: Mapping[str, str] | None = None,
+) -> Request:
+    """Check a body as far as eldrd needs to understand it; the rest is the worker's to judge. Raises Failure.
+
+    models: names that may be asked for, empty if unknown; aliases: the worker's name behind further ones.
+    """
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -34,12 +45,14 @@ def parse(path: str, body: bytes, headers: Mapping[str, str], models: Collection
         raise bad_request("The body must be a JSON object.")
     _not_too_deep(body, fields)
     chat = path == CHAT
-    model = _model(fields, models)
+    model = _model(fields, models, aliases or {})
     stream = _boolean(fields, "stream")
     if fields.get(TRANSFER) is not None:
         raise bad_request(f"{TRANSFER} is set by the router and cannot be given.", TRANSFER)
     prompt = _prompt(fields, chat=chat)
-    _one_answer(fields, prompt, chat=chat)
+    samples = _samples(fields)
+    prompts = _prompts(prompt, samples, chat=chat)
+    _only_where_sound(fields)
     if TRANSFER in fields:
         del fields[TRANSFER]
         body = orjson.dumps(fields)
@@ -55,7 +68,7 @@ def parse(path: str, body: bytes, headers: Mapping[str, str], models: Collection
         chat=chat,
         body=body,
         fields=fields,
-        model=model,
+        model=(aliases or {}).get(model, model),
         stream=stream,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         # vLLM's default for /v1/completions without max_tokens is more than one.
@@ -63,6 +76,9 @@ def parse(path: str, body: bytes, headers: Mapping[str, str], models: Collection
         prefix=_prefix(prompt),
         label=_label(headers),
         passed_headers=_passed(headers),
+        samples=samples,
+        prompts=prompts,
+        alias=model if aliases and model in aliases else None,
     )
 
 
@@ -77,7 +93,7 @@ def _not_too_deep(body: bytes, fields: dict[str, Any]) -> None:
     raise bad_request(f"The body is nested more than {_MAX_DEPTH} levels deep.")
 
 
-def _model(fields: dict[str, Any], models: Collection[str]) -> str:
+def _model(fields: dict[str, Any], models: Collection[str], aliases: Mapping[str, str]) -> str:
     model = fields.get("model")
     if model is None:
         if len(models) == 1:
@@ -85,7 +101,7 @@ def _model(fields: dict[str, Any], models: Collection[str]) -> str:
         raise bad_request("model is missing.", "model")
     if not isinstance(model, str):
         raise bad_request("model must be a string.", "model")
-    if models and model not in models:
+    if models and model not in models and model not in aliases:
         raise unknown_model(model)
     return model
 
@@ -108,14 +124,30 @@ def _prompt(fields: dict[str, Any], *, chat: bool) -> Any:
     return prompt
 
 
-def _one_answer(fields: dict[str, Any], prompt: Any, *, chat: bool) -> None:
-    """A hand-off serves one sequence: what needs several, or the prompt's own logprobs on D, is refused."""
-    for name in ("n", "best_of"):
-        value = fields.get(name)
-        if value is not None and (type(value) is not int or value != 1):
-            raise bad_request(f"{name} other than 1 is not supported across prefill and decode workers.", name)
-    if not chat and isinstance(prompt, list) and not isinstance(prompt[0], int) and len(prompt) > 1:
-        raise bad_request("A list of several prompts is not supported; send one request per prompt.", "prompt")
+def _samples(fields: dict[str, Any]) -> int:
+    """n; best_of would have to generate what it then throws away, as vLLM does not any more."""
+    n = fields.get("n")
+    if n is None:
+        n = 1
+    if type(n) is not int or n < 1:
+        raise bad_request("n must be a whole number of at least 1.", "n")
+    if fields.get("best_of") not in (None, n):
+        raise bad_request("best_of other than n is not supported.", "best_of")
+    return n
+
+
+def _prompts(prompt: Any, samples: int, *, chat: bool) -> tuple[Any, ...] | None:
+    """The prompts, where the request has several."""
+    several = not chat and isinstance(prompt, list) and not isinstance(prompt[0], int) and len(prompt) > 1
+    if several and not all(p and isinstance(p, str | list) for p in prompt):
+        raise bad_request("Every prompt must be a text or a list of token ids, and not empty.", "prompt")
+    if samples * (len(prompt) if several else 1) > _MAX_PARTS:
+        raise bad_request(f"n times the number of prompts must not be more than {_MAX_PARTS}.", "n")
+    return tuple(prompt) if several else None
+
+
+def _only_where_sound(fields: dict[str, Any]) -> None:
+    """D never computes the prompt, so it has no logprobs of it; and beams cannot leave the server they began on."""
     if fields.get("prompt_logprobs") is not None:
         raise bad_request("prompt_logprobs is not supported across prefill and decode workers.", "prompt_logprobs")
     if fields.get("echo") and fields.get("logprobs") is not None:

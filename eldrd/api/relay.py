@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from aiohttp.abc import AbstractStreamWriter
 
-    from eldrd.fleet.connection import Connection
     from eldrd.fleet.framing import BodyTracker, Head
+    from eldrd.handoff.answer import Flow
 
 
 class RelayHandler(web.RequestHandler):
@@ -30,7 +30,7 @@ class RelayHandler(web.RequestHandler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.upstream: Connection | None = None
+        self.upstream: Flow | None = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -88,6 +88,8 @@ class ClientPort:
         return self._version >= (1, 1) or not tracker.chunked
 
     def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
+        if self._transport.is_closing():
+            raise ConnectionResetError
         lines = [b"HTTP/1.1 %d %b" % (head.status, head.reason)]
         lines += [b"%b: %b" % field for field in headers if field[0] != b"x-request-id"]
         lines.append(b"x-request-id: " + self._client_id.encode("latin-1", "replace"))
@@ -107,17 +109,18 @@ class ClientPort:
         self.started = True
         return self._transport.write
 
-    def attach(self, connection: Connection) -> None:
-        self._handler.upstream = connection
+    def attach(self, flow: Flow) -> None:
+        self._handler.upstream = flow
         if self._handler.writing_paused:
-            connection.pause()
+            flow.pause()
 
     def detach(self) -> None:
         self._handler.upstream = None
 
-    def fail(self, connection: Connection, message: str) -> None:
-        tracker = connection.tracker
-        if self._chunked and self._stream and tracker is not None and tracker.between_chunks:
+    def fail(self, message: str, *, whole_chunks: bool) -> None:
+        if self._transport.is_closing():
+            return
+        if self._chunked and self._stream and whole_chunks:
             event = b"data: %b\n\n" % error_body(Failure(502, "BadGatewayError", message, outcome="decode_lost"))
             self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
             self._transport.close()

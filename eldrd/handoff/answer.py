@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from eldrd.fleet.connection import Connection
     from eldrd.fleet.framing import BodyTracker, Head
+
+
+class Flow(Protocol):
+    """What a client that reads slowly holds back."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 class Client(Protocol):
@@ -19,16 +26,17 @@ class Client(Protocol):
         """Whether the worker's framing can pass to this client as it is."""
 
     def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
-        """Write the head of the answer; what takes the body's bytes from then on."""
+        """Write the head of the answer; what takes the body's bytes from then on. Raises ConnectionError if it is gone."""
 
-    def attach(self, connection: Connection) -> None:
-        """Couple flow control: a client that reads slowly pauses ``connection``."""
+    def attach(self, flow: Flow) -> None:
+        """Couple flow control: a client that reads slowly pauses ``flow``."""
 
     def detach(self) -> None:
         """The relay is over."""
 
-    def fail(self, connection: Connection, message: str) -> None:
-        """The worker was lost in the middle: end the client's stream so that it cannot be taken for complete."""
+    def fail(self, message: str, *, whole_chunks: bool) -> None:
+        """The worker was lost in the middle: end the client's stream so that it cannot be taken for complete.
+        whole_chunks: what has been written ends with a whole chunk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import orjson
 
 from eldrd.fleet import vllm
 from eldrd.fleet.connection import UpstreamError
+from eldrd.handoff import fanout
 from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import bad_gateway, no_worker
 from eldrd.handoff.release import Releaser
@@ -64,7 +65,13 @@ class Lifecycle:
 
     async def serve(self, request: Request, snapshot: Snapshot, client: Client, record: Record) -> Answer:
         """Prefill, decide, decode, relay. Raises Failure; cancelled when the client goes away."""
-        return await _Way(self, request, snapshot, client, record).walk()
+
+        async def one(request: Request, client: Client, record: Record) -> Answer:
+            return await _Way(self, request, snapshot, client, record).walk()
+
+        if request.single:
+            return await one(request, client, record)
+        return await fanout.serve(request, client, record, one)
 
 
 class _Way:
@@ -301,7 +308,8 @@ class _Way:
             complete = False
             record.outcome = f"decode_lost_{e.cause}"
             self.retries.failed(worker, e)
-            client.fail(connection, "The decode worker was lost before the answer was complete.")
+            message = "The decode worker was lost before the answer was complete."
+            client.fail(message, whole_chunks=tracker.between_chunks)
         finally:
             self.life.watch.remove(connection)
             client.detach()

@@ -10,7 +10,8 @@ from typing import Any
 class Request:
     """id: unique inside the fleet, sent to workers as X-Request-Id and as eldr_id; client_id: the client's own
     X-Request-Id or ``id``, echoed; path: the worker's path; body: the client's bytes; fields: the same, parsed;
-    prefix: leading bytes of the prompt, for the prefill choice; single_token: the answer is one token long."""
+    prefix: leading bytes of the prompt, for the prefill choice; single_token: the answer is one token long; samples: n;
+    prompts: the prompts where there are several; alias: the model's name in answers where it is not ``model``."""
 
     id: str
     client_id: str
@@ -25,6 +26,14 @@ class Request:
     prefix: bytes
     label: str | None
     passed_headers: bytes
+    samples: int = 1
+    prompts: tuple[Any, ...] | None = None
+    alias: str | None = None
+
+    @property
+    def single(self) -> bool:
+        """Whether a worker's answer can be the client's as it is."""
+        return self.samples == 1 and self.prompts is None and self.alias is None
 
 
 @dataclass(slots=True)
@@ -49,4 +58,5 @@ class Record:
     ended: float = 0.0
     status: int = 0
     outcome: str = ""
+    parts: int = 1
     retries: list[str] = field(default_factory=list)
