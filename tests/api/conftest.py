@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -239,4 +240,6 @@ async def stack(sections: dict[str, Any]) -> AsyncIterator[Stack]:
     await stack.stop()
     gc.collect()
     await asyncio.sleep(0)
-    assert stack.errors == []
+    assert stack.errors == [], chr(10).join(
+        "".join(traceback.format_exception(e["exception"])) for e in stack.errors[:1]
+    )

@@ -78,7 +78,10 @@ async def test_too_large(stack: Stack, chunked: bool, lines: list[Any]) -> None:
 async def test_a_small_body_may_not_unfold_into_a_large_one(stack: Stack) -> None:
     bomb = gzip.compress(b"x" * 10_000_000)
     # Cut to the size that passes as compressed.
-    assert (await raw(stack, POST + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(bomb) + bomb))[0] in (400, 413)
+    assert (await raw(stack, POST + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(bomb) + bomb))[0] in (
+        400,
+        413,
+    )
 
 
 async def test_expect_continue(stack: Stack) -> None:
