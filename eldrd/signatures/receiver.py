@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import structlog
@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 # Frames taken in one turn of the loop, so that a burst of large ones does not hold it.
 _BURST: Final = 32
+_NO_HASHES: Final = np.empty(0, np.uint64)
+_NO_TAIL: Final = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class _Pending:
     signature: Signature | None = None
     # While rows are lacking: what is needed to try again.
     peer: _Peer | None = None
-    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    tail: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: _NO_HASHES)
+    tail: NDArray[np.unsignedinteger[Any]] = field(default_factory=lambda: _NO_TAIL)
     tokens: int = 0
 
 
@@ -178,7 +180,8 @@ class SignatureReceiver:
                 self._request(peer, header, frames)
             else:
                 raise wire.WireError("a frame that only eldrd sends")
-        except wire.WireError as e:
+        except ValueError as e:
+            # Also what the cache refuses: a count that no block can have.
             self._frames["invalid"].inc()
             log.warning("signature_frame_invalid", problem=str(e))
 
@@ -200,9 +203,13 @@ class SignatureReceiver:
             self._frames["unlike"].inc()
             log.warning("hook_geometry_differs", worker=hello.worker, shape=geometry.shape, others=others.shape)
         # A hook that reconnects comes under a new identity: its old one is gone.
+        peer = _Peer(identity, hello, geometry)
         for old in [i for i, p in self._peers.items() if p.hello.worker == hello.worker]:
-            del self._peers[old]
-        self._peers[identity] = _Peer(identity, hello, geometry)
+            gone = self._peers.pop(old)
+            for pending in self._lacking.values():
+                if pending.peer is gone and gone.geometry == geometry:
+                    pending.peer = peer
+        self._peers[identity] = peer
         log.info(
             "hook_connected",
             worker=hello.worker,
@@ -230,10 +237,10 @@ class SignatureReceiver:
             return
         self._frames["request"].inc()
         pending.hashes = wire.hashes(frames, header.blocks)
-        pending.tail = wire.counts(frames, 1, header.dtype, peer.geometry)[0].astype(np.int32)
+        pending.tail = wire.counts(frames, 1, header.dtype, peer.geometry)[0]
         pending.tokens = header.tokens
         if header.partial:
-            counts = pending.tail.copy()
+            counts = pending.tail.astype(np.int32)
             self._cache.gather(peer.geometry, pending.hashes, counts)
             pending.signature = Signature("partial", counts, header.tokens, peer.geometry)
         elif not self._sum(pending, peer):
@@ -247,13 +254,11 @@ class SignatureReceiver:
 
     def _sum(self, pending: _Pending, peer: _Peer) -> bool:
         """Add up the request's rows; whether none is lacking."""
-        counts = pending.tail.copy()
+        counts = pending.tail.astype(np.int32)
         missing = self._cache.gather(peer.geometry, pending.hashes, counts)
         geometry = peer.geometry
-        # Every prompt token chose top_k experts in every layer: anything else is not a whole signature. Both sides modulo
-        # 2**32, as a sum in int64 takes twice the time.
-        chosen = pending.tokens * len(geometry.layers) * geometry.top_k
-        whole = int(counts.sum(dtype=np.uint32)) == chosen & 0xFFFFFFFF
+        # Every prompt token chose top_k experts in every layer: anything else is not a whole signature.
+        whole = int(counts.sum()) == pending.tokens * len(geometry.layers) * geometry.top_k
         state = "exact" if whole and not missing else "partial"
         pending.signature = Signature(state, counts, pending.tokens, geometry)
         if missing:
