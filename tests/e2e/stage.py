@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
+from multidict import CIMultiDict
 
 from loadgen.fleet import Faults
 
@@ -38,7 +39,7 @@ class Reply:
     came, loop seconds."""
 
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: CIMultiDict[str] = field(default_factory=CIMultiDict)
     body: bytes = b""
     cut: bool = False
     arrivals: list[float] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Stage:
         reply = Reply()
         got = bytearray()
         async with self.http.post((url or self.eldrd.url) + path, data=data, headers=headers) as r:
-            reply.status, reply.headers = r.status, dict(r.headers)
+            reply.status, reply.headers = r.status, CIMultiDict(r.headers)
             try:
                 async for part in r.content.iter_any():
                     got += part

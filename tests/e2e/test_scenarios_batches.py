@@ -1,0 +1,77 @@
+"""Scenarios B3 and B4: what needs the prompt's own logprobs is refused, what ends at its first token ends there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from stage import CHAT, COMPLETIONS, ask, chat, until
+
+if TYPE_CHECKING:
+    from stage import Stage
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize("more", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0}])
+async def test_b3_logprobs_of_the_prompt(stage: Stage, more: dict[str, Any]) -> None:
+    """D has no logits of the prompt, P none of the answer: refused, with the field at fault."""
+    reply = await stage.post(ask(**more))
+    assert reply.status == 400
+    assert reply.error["param"] in more
+    assert "prefill and decode" in reply.error["message"]
+    assert sum(w.received for w in (*stage.prefill, *stage.decode)) == 0
+
+
+async def test_b3_echo_alone(stage: Stage) -> None:
+    direct = await stage.post(ask(6, echo=True), url=stage.prefill[0].url)
+    reply = await stage.post(ask(6, echo=True))
+    assert reply.text == direct.text
+
+
+async def ended_at_prefill(stage: Stage, body: dict[str, Any], path: str, expected: str, reason: str) -> None:
+    """The answer is P's one token, whole and in the asked form; no KV stays pinned and D's engine has seen nothing."""
+    options = {"include_usage": True}
+    streamed = await stage.post({**body, "stream": True, "stream_options": options}, path)
+    reply = await stage.post(body, path)
+    for r in (streamed, reply):
+        assert r.whole
+        assert r.text == expected
+    assert streamed.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    events = [orjson.loads(e) for e in streamed.events[:-1]]
+    assert streamed.events[-1] == b"[DONE]"
+    assert [c["finish_reason"] for e in events for c in e["choices"]][-1] == reason
+    assert reply.json["choices"][0]["finish_reason"] == reason
+    assert "kv_transfer_params" not in reply.json
+    assert len({e["id"] for e in events}) == 1
+    for usage in (events[-1]["usage"], reply.json["usage"]):
+        assert usage["completion_tokens"] == 1
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 1
+    await until(lambda: stage.fleet.pinned == 0, 1.5)
+    assert stage.generated() == 0
+    assert sum(d.engine.local_prefills for d in stage.decode) == 0
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_b4_end_of_text_at_the_first_token(stage: Stage, path: str) -> None:
+    body = ask(max_tokens=50) if path == COMPLETIONS else chat(max_tokens=50)
+    expected = (await stage.post({**body, "max_tokens": 1}, path, url=stage.prefill[0].url)).text
+    stage.fault(stage.prefill, finish_first=True)
+    await ended_at_prefill(stage, body, path, expected, "stop")
+    assert stage.ends() == {"released": 2}
+
+
+async def test_b4_stop_string_at_the_first_token(stage: Stage) -> None:
+    first = (await stage.post(ask(max_tokens=1))).text.strip()
+    await ended_at_prefill(stage, ask(stop=[first]), COMPLETIONS, " ", "stop")
+    assert stage.ends() == {"released": 2}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_b4_one_token_asked_for(stage: Stage, path: str) -> None:
+    body = ask(max_tokens=1) if path == COMPLETIONS else chat(max_completion_tokens=1)
+    expected = (await stage.post(body, path, url=stage.prefill[0].url)).text
+    await ended_at_prefill(stage, body, path, expected, "length")
+    assert stage.ends() == {}
+    assert sum(d.received for d in stage.decode) == 0
