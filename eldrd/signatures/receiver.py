@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import structlog
@@ -156,7 +156,7 @@ class SignatureReceiver:
             return
         for _ in range(_BURST):
             # Asking costs a third of the exception that receiving from an empty socket raises.
-            if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not cast("int", socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
             identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
             self._message(identity, frames)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ _TTFT = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 _TPOT = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5)
 _SHORT = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
+_M = TypeVar("_M", bound=MetricWrapperBase)
 Sample = tuple[tuple[str, ...], float]
 
 
@@ -35,6 +37,21 @@ class _Live:
             yield family
 
 
+class _Labelled(Generic[_M]):
+    """A metric whose children are found by one lookup: prometheus_client checks the label values on every call."""
+
+    def __init__(self, metric: _M) -> None:
+        self._metric = metric
+        self._children: dict[tuple[str | int, ...], _M] = {}
+
+    def labels(self, *values: str | int) -> _M:
+        try:
+            return self._children[values]
+        except KeyError:
+            child = self._children[values] = self._metric.labels(*values)
+            return child
+
+
 class Metrics:
     """One registry with all of eldrd's metrics; ``live`` adds gauges that are read when scraped."""
 
@@ -42,12 +59,16 @@ class Metrics:
         self.registry = r = CollectorRegistry()
         self._live = _Live()
         r.register(self._live)
-        self.requests = Counter("eldrd_requests", "Requests ended.", ("endpoint", "status", "outcome"), registry=r)
-        self.routed = Counter("eldrd_routed", "Requests sent to a worker.", ("role", "worker", "reason"), registry=r)
-        self.retries = Counter("eldrd_retries", "Legs tried again.", ("role", "cause"), registry=r)
-        self.handoffs = Counter("eldrd_handoffs", "Hand-offs ended.", ("outcome",), registry=r)
-        self.signatures = Counter(
-            "eldrd_signatures", "Signatures at decision time: exact, partial, missing, off.", ("state",), registry=r
+        self.requests = _Labelled(
+            Counter("eldrd_requests", "Requests ended.", ("endpoint", "status", "outcome"), registry=r)
+        )
+        self.routed = _Labelled(
+            Counter("eldrd_routed", "Requests sent to a worker.", ("role", "worker", "reason"), registry=r)
+        )
+        self.retries = _Labelled(Counter("eldrd_retries", "Legs tried again.", ("role", "cause"), registry=r))
+        self.handoffs = _Labelled(Counter("eldrd_handoffs", "Hand-offs ended.", ("outcome",), registry=r))
+        self.signatures = _Labelled(
+            Counter("eldrd_signatures", "Signatures at decision: exact, partial, missing, off.", ("state",), registry=r)
         )
         self.frames = Counter("eldrd_signature_frames", "Frames from hooks.", ("kind",), registry=r)
         self.reloads = Counter("eldrd_reloads", "Reloads of the configuration.", ("outcome",), registry=r)
@@ -60,12 +81,14 @@ class Metrics:
             buckets=_SHORT,
             registry=r,
         )
-        self.tpot = Histogram(
-            "eldrd_tpot_seconds",
-            "Mean gap between the tokens (or events) of a stream.",
-            ("worker",),
-            buckets=_TPOT,
-            registry=r,
+        self.tpot = _Labelled(
+            Histogram(
+                "eldrd_tpot_seconds",
+                "Mean gap between the tokens (or events) of a stream.",
+                ("worker",),
+                buckets=_TPOT,
+                registry=r,
+            )
         )
         self.output_tokens = Counter("eldrd_output_tokens", "Tokens (or events) streamed.", registry=r)
         self.generation = Gauge("eldrd_config_generation", "Configurations loaded since the start.", registry=r)
