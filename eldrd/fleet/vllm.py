@@ -111,6 +111,9 @@ def early_stream(answer: dict[str, Any], *, chat: bool, include_usage: bool) -> 
         if chat:
             message = choice["message"]
             delta = {k: v for k, v in message.items() if v is not None and k != "role"}
+            if calls := delta.get("tool_calls"):
+                # Streamed calls are told apart by their index, whole ones by their place.
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
             first = {"role": message.get("role", "assistant"), "content": ""}
             events.append({"choices": [{"index": index, "delta": first, "logprobs": None, "finish_reason": None}]})
             events.append({"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **ending}]})

@@ -16,8 +16,9 @@ from eldrd.signatures.recorder import Recorder
 from eldrd.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
-    import pytest
     from pathlib import Path
+
+    import pytest
 
 GEOMETRY = Geometry("m", 7, (0, 1), 4, 2, 8)
 
