@@ -82,6 +82,20 @@ class Server(Section):
     backlog: int = Field(4096, ge=1, le=65_535, description="listen backlog")
 
 
+class Auth(Section):
+    client_keys_file: str = Field("", description="one API key a line; clients must send one; empty: no key needed")
+    worker_key_file: str = Field("", description="the API key sent to the workers; empty: none")
+
+
+class Cors(Section):
+    origins: tuple[str, ...] = Field((), description='browser origins that may call, or "*"; empty: no CORS')
+
+
+class Limits(Section):
+    requests: int = Field(0, ge=0, le=1_000_000, description="requests served at once; 0: no limit")
+    queue: int = Field(1024, ge=0, le=1_000_000, description="requests that may wait for a place; more get 429")
+
+
 class Model(Section):
     name: str = Field(min_length=1, description="name the workers serve")
     aliases: tuple[str, ...] = Field((), description="further names that clients may use and see in answers")
@@ -168,6 +182,9 @@ class Settings(BaseSettings):
     )
 
     server: Server = Server()
+    auth: Auth = Auth()
+    cors: Cors = Cors()
+    limits: Limits = Limits()
     models: tuple[Model, ...] = ()
     prefill: Prefill
     decode: Decode
@@ -283,6 +300,23 @@ def load(path: Path | str) -> Settings:
     return _resolved(settings, path.parent)
 
 
+def keys(file: str, key: str) -> tuple[str, ...]:
+    """The API keys in a file that the setting ``key`` names, one a line, blank lines and # comments left out. Raises
+    ConfigError without their values."""
+    if not file:
+        return ()
+    try:
+        lines = [line.strip() for line in Path(file).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{key}: {file}: {getattr(e, 'strerror', None) or 'not text'}") from None
+    found = tuple(line for line in lines if line and not line.startswith("#"))
+    if not found:
+        raise ConfigError(f"{key}: {file}: holds no key")
+    if not all(k.isascii() and k.isprintable() and " " not in k for k in found):
+        raise ConfigError(f"{key}: {file}: a key has characters that a header cannot carry")
+    return found
+
+
 def _resolved(settings: Settings, base: Path) -> Settings:
     """Relative files are relative to the configuration's folder, so that the daemon's folder does not matter."""
 
@@ -293,5 +327,8 @@ def _resolved(settings: Settings, base: Path) -> Settings:
         update={
             "partitions": settings.partitions.model_copy(update={"file": absolute(settings.partitions.file)}),
             "capture": settings.capture.model_copy(update={"dir": absolute(settings.capture.dir)}),
+            "auth": settings.auth.model_copy(
+                update={key: absolute(getattr(settings.auth, key)) for key in ("client_keys_file", "worker_key_file")}
+            ),
         }
     )

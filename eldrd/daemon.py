@@ -16,12 +16,14 @@ import uvloop
 from sdnotify import SystemdNotifier
 
 from eldrd import __version__, config
+from eldrd.api import auth
 from eldrd.api.admin import Admin
 from eldrd.api.app import App
 from eldrd.fleet.connection import IdleWatch
 from eldrd.fleet.health import Prober
 from eldrd.fleet.table import LoadTable, Pool
 from eldrd.fleet.worker import Worker
+from eldrd.handoff.admission import Admission
 from eldrd.handoff.ledger import OUTCOMES, Ledger
 from eldrd.handoff.lifecycle import Lifecycle
 from eldrd.handoff.snapshot import Snapshot
@@ -71,7 +73,8 @@ class Daemon:
         self._lifecycle = Lifecycle(
             self._table, self._ledger, self._receiver, self._watch, self._metrics, self._captured
         )
-        self._app = App(self._lifecycle, self._admin, self._metrics, self.current)
+        self._admission = Admission()
+        self._app = App(self._lifecycle, self._admission, self._admin, self._metrics, self.current)
         self._live_metrics()
 
     def current(self) -> Snapshot:
@@ -129,6 +132,7 @@ class Daemon:
     async def _apply(self, settings: Settings) -> None:
         """Build the next Snapshot and swap it in; on any error nothing has changed. Raises ConfigError."""
         partition = await asyncio.to_thread(self._partition, settings)
+        client_keys, worker_keys = await asyncio.to_thread(_keys, settings)
         before = self._snapshot
         workers: dict[tuple[str, str, str], Worker] = {}
         pools: dict[str, Pool] = {}
@@ -148,13 +152,9 @@ class Daemon:
                 workers[key] = worker
                 row.append(worker)
             pools[role] = Pool(self._table, tuple(row))
-        for key, worker in self._workers.items():
-            if key not in workers:
-                self._table.remove(worker)
-                worker.pool.close()
+        removed = [worker for key, worker in self._workers.items() if key not in workers]
         self._workers = workers
         self._watch.idle_s = settings.timeouts.idle_s
-        await self._switch_capture(settings)
         self._snapshot = Snapshot(
             generation=1 if before is None else before.generation + 1,
             settings=settings,
@@ -163,9 +163,17 @@ class Daemon:
             prefill_policy=prefill_policy,
             decode_policy=policy,
             partition=partition,
+            client_keys=client_keys,
+            worker_headers=b"".join(b"%b: %b\r\n" % (k.encode(), v.encode()) for k, v in worker_keys.items()),
         )
+        self._admission.limit, self._admission.queue = settings.limits.requests, settings.limits.queue
+        # Only now: until here new requests were given the old pools.
+        for worker in removed:
+            self._table.remove(worker)
+            worker.pool.close()
         self._metrics.generation.set(self._snapshot.generation)
-        self._prober.watch(workers.values(), settings.health)
+        self._prober.watch(workers.values(), settings.health, worker_keys)
+        await self._switch_capture(settings, before)
 
     def _partition(self, settings: Settings) -> Partition | None:
         """Read and check the partition file; runs off the loop."""
@@ -184,11 +192,11 @@ class Daemon:
             )
         return partition
 
-    async def _switch_capture(self, settings: Settings) -> None:
-        old = self._snapshot and self._snapshot.settings.capture
+    async def _switch_capture(self, settings: Settings, before: Snapshot | None) -> None:
+        old = before and before.settings.capture
         if self._recorder is not None and old != settings.capture:
-            await self._recorder.close()
-            self._recorder = None
+            recorder, self._recorder = self._recorder, None
+            await recorder.close()
         if self._recorder is None and settings.capture.dir:
             self._recorder = Recorder(settings.capture.dir, settings.capture.max_bytes, self._metrics)
 
@@ -202,9 +210,11 @@ class Daemon:
             try:
                 settings = await asyncio.to_thread(config.load, self._path)
                 await self._apply(settings)
-            except config.ConfigError as e:
+            except Exception as e:
+                # Whatever it is, the daemon goes on with what it has.
+                problems = str(e).splitlines() if isinstance(e, config.ConfigError) else [type(e).__name__]
                 self._metrics.reloads.labels("failed").inc()
-                log.error("reload_failed", problems=str(e).splitlines(), kept_generation=self.current().generation)
+                log.error("reload_failed", problems=problems, kept_generation=self.current().generation)
             else:
                 logs.configure(settings.log.level)
                 self._metrics.reloads.labels("ok").inc()
@@ -266,6 +276,12 @@ class Daemon:
         live("eldrd_worker_breaker_opened", "Times the breaker opened.", labels, lambda: per_worker("opened"))
         live("eldrd_handoffs_open", "Hand-offs not ended.", (), lambda: [((), float(len(self._ledger)))])
         live("eldrd_requests_running", "Client requests under way.", (), lambda: [((), float(self._app.running))])
+        live(
+            "eldrd_requests_waiting",
+            "Requests that wait for a place.",
+            (),
+            lambda: [((), float(self._admission.waiting))],
+        )
         live("eldrd_log_lines_dropped", "Log lines dropped.", (), lambda: [((), float(logs.dropped()))])
 
         def of_cache(name: str) -> None:
@@ -277,6 +293,13 @@ class Daemon:
         live("eldrd_signature_cache_rows", "Signature cache: rows held.", (), lambda: [((), float(len(self._cache)))])
         for outcome in OUTCOMES:
             self._metrics.handoffs.labels(outcome)
+
+
+def _keys(settings: Settings) -> tuple[frozenset[bytes], dict[str, str]]:
+    """Hashes of the clients' keys, and the header that carries the workers' key; runs off the loop."""
+    clients = config.keys(settings.auth.client_keys_file, "auth.client_keys_file")
+    workers = config.keys(settings.auth.worker_key_file, "auth.worker_key_file")
+    return auth.digests(clients), {"Authorization": f"Bearer {workers[0]}"} if workers else {}
 
 
 def _value(settings: Settings, key: str) -> object:

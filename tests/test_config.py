@@ -55,7 +55,8 @@ def test_the_example_names_every_key_with_its_default() -> None:
         assert set(values[section]) == set(kind.model_fields), section
         for key, k in kind.model_fields.items():
             if k.default is not PydanticUndefined:
-                assert values[section][key] == k.default, f"{section}.{key}"
+                default = list(k.default) if isinstance(k.default, tuple) else k.default
+                assert values[section][key] == default, f"{section}.{key}"
             assert k.description, f"{section}.{key} has no description"
 
 

@@ -10,7 +10,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
-from eldrd.api import errors, openai
+from eldrd.api import auth, cors, errors, openai
 from eldrd.api.relay import ClientPort, Relayed, RelayServer
 from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import Failure
@@ -18,12 +18,13 @@ from eldrd.handoff.request import Record, Request
 from eldrd.telemetry import metrics as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiohttp.http_parser import RawRequestMessage
     from aiohttp.streams import StreamReader
 
     from eldrd.api.admin import Admin
+    from eldrd.handoff.admission import Admission
     from eldrd.handoff.lifecycle import Lifecycle
     from eldrd.handoff.snapshot import Snapshot
 
@@ -35,8 +36,16 @@ _READS = ("/v1/models", "/health", "/ready", "/metrics", "/admin/status", "/admi
 class App:
     """Answers every request of the listener. ``current`` gives the Snapshot that a new request is served with."""
 
-    def __init__(self, lifecycle: Lifecycle, admin: Admin, metrics: m.Metrics, current: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        admission: Admission,
+        admin: Admin,
+        metrics: m.Metrics,
+        current: Callable[[], Snapshot],
+    ) -> None:
         self._lifecycle = lifecycle
+        self._admission = admission
         self._admin = admin
         self._metrics = metrics
         self._current = current
@@ -64,15 +73,24 @@ class App:
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
         path = http.rel_url.raw_path
+        snapshot = self._current()
+        allowed = cors.headers(http.headers, snapshot.settings.cors.origins)
+        if http.method == "OPTIONS" and allowed:
+            return _response(Answer(204, b"", [*allowed, *cors.PREFLIGHT]), None)
+        try:
+            auth.check(path, http.headers, snapshot.client_keys)
+        except Failure as failure:
+            self._metrics.requests.labels("", failure.status, failure.outcome).inc()
+            return _response(errors.error_answer(failure), None, allowed)
         if path in openai.PATHS:
             if http.method != "POST":
-                return _response(errors.error_answer(errors.wrong_method("POST")), http.headers.get("X-Request-Id"))
-            return await self._generate(http, path)
+                return _response(errors.error_answer(errors.wrong_method("POST")), None, allowed)
+            return await self._generate(http, path, snapshot, allowed)
         if path in _READS:
             if http.method not in ("GET", "HEAD"):
-                return _response(errors.error_answer(errors.wrong_method("GET")), None)
-            return _response(self._read(path), None)
-        return _response(errors.error_answer(errors.unknown_path()), None)
+                return _response(errors.error_answer(errors.wrong_method("GET")), None, allowed)
+            return _response(self._read(path), None, allowed)
+        return _response(errors.error_answer(errors.unknown_path()), None, allowed)
 
     def _read(self, path: str) -> Answer:
         if path == "/metrics":
@@ -92,19 +110,21 @@ class App:
         }[path]
         return Answer(200, orjson.dumps(read()), [errors.JSON_TYPE])
 
-    async def _generate(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
+    async def _generate(
+        self, http: web.BaseRequest, path: str, snapshot: Snapshot, allowed: list[tuple[bytes, bytes]]
+    ) -> web.StreamResponse:
         """One completion, from its body to its end; metrics and the log line are written here whatever happens."""
         record = Record(arrived=asyncio.get_running_loop().time())
         request: Request | None = None
         port: ClientPort | None = None
-        snapshot = self._current()
         self.running += 1
         try:
             try:
                 body = await _body(http, snapshot.settings.server.max_body_bytes)
                 request = openai.parse(path, body, http.headers, self._admin.model_names(), self._admin.aliases())
-                port = ClientPort(http, request.client_id, stream=request.stream)
-                answer = await self._lifecycle.serve(request, snapshot, port, record)
+                port = ClientPort(http, request.client_id, stream=request.stream, headers=allowed)
+                async with self._admission.admitted():
+                    answer = await self._lifecycle.serve(request, snapshot, port, record)
             except Failure as failure:
                 record.outcome = failure.outcome
                 answer = errors.error_answer(failure)
@@ -121,7 +141,7 @@ class App:
                 record.outcome = "ok" if answer.status < 400 else f"worker_{answer.status // 100}xx"
             if answer.relayed and port is not None:
                 return Relayed(answer.status, keep_alive=answer.complete and port.keep_alive)
-            return _response(answer, request.client_id if request is not None else http.headers.get("X-Request-Id"))
+            return _response(answer, request.client_id if request is not None else None, allowed)
         finally:
             self.running -= 1
             self._ended(path, request, snapshot, record)
@@ -196,8 +216,8 @@ async def _body(http: web.BaseRequest, limit: int) -> bytes:
         raise errors.bad_request("The body's transfer coding is broken.") from None
 
 
-def _response(answer: Answer, client_id: str | None) -> web.Response:
-    headers = CIMultiDict((k.decode("latin-1"), v.decode("latin-1")) for k, v in answer.headers)
-    if client_id is not None and client_id.isprintable():
+def _response(answer: Answer, client_id: str | None, more: Sequence[tuple[bytes, bytes]] = ()) -> web.Response:
+    headers = CIMultiDict((k.decode("latin-1"), v.decode("latin-1")) for k, v in (*answer.headers, *more))
+    if client_id is not None:
         headers["X-Request-Id"] = client_id
     return web.Response(status=answer.status, body=answer.body, headers=headers)

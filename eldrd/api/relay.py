@@ -15,7 +15,7 @@ from eldrd.handoff.failure import Failure
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiohttp.abc import AbstractStreamWriter
 
@@ -67,11 +67,23 @@ class Relayed(web.StreamResponse):
 
 class ClientPort:
     """One client request's transport as the lifecycle sees it (handoff.answer.Client). keep_alive: whether the connection
-    may serve another request after this one."""
+    may serve another request after this one; headers: further ones for the answer."""
 
-    __slots__ = ("_chunked", "_client_id", "_handler", "_stream", "_transport", "_version", "keep_alive", "started")
+    __slots__ = (
+        "_chunked",
+        "_client_id",
+        "_handler",
+        "_headers",
+        "_stream",
+        "_transport",
+        "_version",
+        "keep_alive",
+        "started",
+    )
 
-    def __init__(self, request: web.BaseRequest, client_id: str, *, stream: bool) -> None:
+    def __init__(
+        self, request: web.BaseRequest, client_id: str, *, stream: bool, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
         handler = request.protocol
         assert isinstance(handler, RelayHandler)
         assert handler.transport is not None
@@ -80,6 +92,7 @@ class ClientPort:
         self._version = request.version
         self.keep_alive = request.keep_alive
         self._client_id = client_id
+        self._headers = headers
         self._stream = stream
         self._chunked = False
         self.started = False
@@ -87,11 +100,13 @@ class ClientPort:
     def can_relay(self, tracker: BodyTracker) -> bool:
         return self._version >= (1, 1) or not tracker.chunked
 
-    def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
+    def start(
+        self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]], body: bytes = b""
+    ) -> Callable[[bytes], object]:
         if self._transport.is_closing():
             raise ConnectionResetError
         lines = [b"HTTP/1.1 %d %b" % (head.status, head.reason)]
-        lines += [b"%b: %b" % field for field in headers if field[0] != b"x-request-id"]
+        lines += [b"%b: %b" % field for field in (*headers, *self._headers) if field[0] != b"x-request-id"]
         lines.append(b"x-request-id: " + self._client_id.encode("latin-1", "replace"))
         length = tracker.length
         if tracker.chunked:
@@ -104,7 +119,7 @@ class ClientPort:
             lines.append(b"connection: close")
         elif self._version < (1, 1):
             lines.append(b"connection: keep-alive")
-        lines.append(b"\r\n")
+        lines.append(b"\r\n" + body)
         self._transport.write(b"\r\n".join(lines))
         self.started = True
         return self._transport.write

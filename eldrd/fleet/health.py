@@ -11,6 +11,7 @@ import orjson
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractAsyncContextManager
 
     from eldrd.config import Health
     from eldrd.fleet.worker import Worker
@@ -24,9 +25,11 @@ class Prober:
         self._changed = changed
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._headers: dict[str, str] = {}
 
-    def watch(self, workers: Iterable[Worker], settings: Health) -> None:
-        """Probe exactly these workers from now on, with these settings."""
+    def watch(self, workers: Iterable[Worker], settings: Health, headers: dict[str, str]) -> None:
+        """Probe exactly these workers from now on, with these settings and request headers."""
+        self._headers = headers
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         for worker in list(self._tasks):
@@ -56,19 +59,21 @@ class Prober:
             # Start-up and recovery are watched closely, a running worker is not.
             await asyncio.sleep(settings.interval_s if worker.up else min(0.5, settings.interval_s))
 
-    async def _answers(self, worker: Worker, timeout_s: float) -> bool:
+    def _ask(self, worker: Worker, path: str, timeout_s: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         assert self._session is not None
+        timeout = aiohttp.ClientTimeout(timeout_s)
+        return self._session.get(worker.url + path, headers=self._headers, timeout=timeout, allow_redirects=False)
+
+    async def _answers(self, worker: Worker, timeout_s: float) -> bool:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with self._session.get(worker.url + "/health", timeout=aiohttp.ClientTimeout(timeout_s)) as r:
+            async with self._ask(worker, "/health", timeout_s) as r:
                 return r.status == 200
         return False
 
     async def _cards(self, worker: Worker, timeout_s: float) -> tuple[dict[str, Any], ...]:
-        assert self._session is not None
-        with contextlib.suppress(
-            aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError
-        ):
-            async with self._session.get(worker.url + "/v1/models", timeout=aiohttp.ClientTimeout(timeout_s)) as r:
+        problems = (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError)
+        with contextlib.suppress(*problems):
+            async with self._ask(worker, "/v1/models", timeout_s) as r:
                 listing: dict[str, Any] = orjson.loads(await r.read())
                 return tuple({**card, "id": str(card["id"])} for card in listing["data"])
         return ()

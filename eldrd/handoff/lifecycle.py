@@ -115,7 +115,7 @@ class _Way:
                 continue
             finally:
                 if not outcome.given:
-                    self.life.releaser.release(outcome, self.snap.decode)
+                    self.life.releaser.release(outcome, self.snap)
                 elif not outcome.releasing:
                     outcome.end("lost")
                 self.life.receiver.forget(outcome.id)
@@ -140,7 +140,7 @@ class _Way:
                 if early is not None:
                     if params is not None:
                         unused = self.life.ledger.open(eldr_id, worker.name, params, self.loop.time())
-                        self.life.releaser.release(unused, self.snap.decode)
+                        self.life.releaser.release(unused, self.snap)
                     return early
                 if params is None:
                     raise bad_gateway("prefill", "no_transfer_params")
@@ -179,7 +179,7 @@ class _Way:
         except asyncio.CancelledError:
             if connection is not None:
                 adopted = True
-                self.life.releaser.adopt(connection, eldr_id, worker, lease, snap.decode)
+                self.life.releaser.adopt(connection, eldr_id, worker, lease, snap)
             raise
         finally:
             if not adopted:
@@ -215,6 +215,7 @@ class _Way:
     async def _signature(self, eldr_id: str) -> Signature | None:
         started = self.loop.time()
         signature = await self.life.receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)
+        self.life.receiver.forget(eldr_id)
         self.life.metrics.signature_wait.observe(self.loop.time() - started)
         self.record.signature = "missing" if signature is None else signature.state
         return signature
@@ -254,7 +255,10 @@ class _Way:
                     hand_off.end("consumed")
                 elif head.status < 500:
                     # D refused the request before its engine saw it: nobody reads the blocks.
-                    self.life.releaser.release(hand_off, self.snap.decode)
+                    self.life.releaser.release(hand_off, self.snap)
+                if not self.snap.settings.capture.dir:
+                    # Tens of kilobytes that a long stream has no use for.
+                    self.signature = None
                 return await self._relay(worker, connection, head)
             finally:
                 if connection is not None:
@@ -296,7 +300,7 @@ class _Way:
                 raise final("decode", e) from None
             record.first = self.loop.time()
             return Answer(head.status, body, headers)
-        write = client.start(head, tracker, headers)
+        write = client.start(head, tracker, headers, connection.take())
         done = connection.relay(write)
         record.first = self.loop.time()
         client.attach(connection)
@@ -329,5 +333,6 @@ class _Way:
     def _post(self, worker: Worker, id_: str, parts: list[Any]) -> list[Any]:
         """A request for one worker, head first."""
         length = sum(len(p) for p in parts)
-        head = vllm.post(self.request.path, worker.pool.netloc, id_, length, self.request.passed_headers)
+        headers = self.request.passed_headers + self.snap.worker_headers
+        head = vllm.post(self.request.path, worker.pool.netloc, id_, length, headers)
         return [head, *parts]

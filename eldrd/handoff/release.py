@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from eldrd.fleet.connection import Connection
-    from eldrd.fleet.table import Lease, Pool
+    from eldrd.fleet.table import Lease
     from eldrd.fleet.worker import Worker
     from eldrd.handoff.ledger import HandOff, Ledger
+    from eldrd.handoff.snapshot import Snapshot
 
 # A prefill that ends soon after its client left is seen through, so that its KV can be given back; one that goes on is
 # ended, which makes vLLM free its blocks.
@@ -44,15 +45,15 @@ class Releaser:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def release(self, hand_off: HandOff, decode: Pool) -> None:
-        """Free the prefill worker's blocks through a decode worker of the pool; the entry ends as released or lost."""
+    def release(self, hand_off: HandOff, snap: Snapshot) -> None:
+        """Free the prefill worker's blocks through a decode worker of the snapshot; the entry ends as released or lost."""
         if hand_off.outcome is None and not hand_off.releasing:
             hand_off.releasing = True
-            self._spawn(self._release(hand_off, decode))
+            self._spawn(self._release(hand_off, snap))
 
-    def adopt(self, connection: Connection, id_: str, worker: Worker, lease: Lease, decode: Pool) -> None:
+    def adopt(self, connection: Connection, id_: str, worker: Worker, lease: Lease, snap: Snapshot) -> None:
         """Take over a prefill exchange whose client is gone; ``lease`` ends with it."""
-        self._spawn(self._adopt(connection, id_, worker, lease, decode))
+        self._spawn(self._adopt(connection, id_, worker, lease, snap))
 
     async def close(self, timeout_s: float) -> None:
         """Wait for what is under way, then drop it."""
@@ -66,19 +67,18 @@ class Releaser:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _release(self, hand_off: HandOff, decode: Pool) -> None:
+    async def _release(self, hand_off: HandOff, snap: Snapshot) -> None:
         connection: Connection | None = None
         try:
-            row = self._least_loaded.choose(decode.in_flight(), decode.usable(), None).worker
-            pool = decode.workers[row].pool
+            row = self._least_loaded.choose(snap.decode.in_flight(), snap.decode.usable(), None).worker
+            pool = snap.decode.workers[row].pool
             connection = await pool.get()
             body = vllm.release_body(hand_off.params)
-            head = await connection.send(
-                [vllm.post("/v1/completions", pool.netloc, hand_off.id, len(body)), body], _RELEASE_S
-            )
+            head = vllm.post("/v1/completions", pool.netloc, hand_off.id, len(body), snap.worker_headers)
+            answer = await connection.send([head, body], _RELEASE_S)
             await connection.collect(_RELEASE_S, _ANSWER_LIMIT)
             # A server that knows such a model has used the hand-off up, which frees the blocks just as well.
-            hand_off.end("released" if head.status < 500 else "lost")
+            hand_off.end("released" if answer.status in (200, 400, 404) else "lost")
         except (UpstreamError, NoWorkerError):
             hand_off.end("lost")
         finally:
@@ -86,7 +86,7 @@ class Releaser:
             if connection is not None:
                 connection.release()
 
-    async def _adopt(self, connection: Connection, id_: str, worker: Worker, lease: Lease, decode: Pool) -> None:
+    async def _adopt(self, connection: Connection, id_: str, worker: Worker, lease: Lease, snap: Snapshot) -> None:
         try:
             async with asyncio.timeout(GRACE_S):
                 head = await connection.head(GRACE_S)
@@ -96,7 +96,7 @@ class Releaser:
             params = vllm.transfer_params(answer) if isinstance(answer, dict) else None
             if params is not None:
                 hand_off = self._ledger.open(id_, worker.name, params, asyncio.get_running_loop().time())
-                self.release(hand_off, decode)
+                self.release(hand_off, snap)
         except (UpstreamError, TimeoutError, orjson.JSONDecodeError):
             pass
         finally:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """generation: counts the configurations of this process, from 1; models: names that clients may ask for, empty while
-    no worker has told its own."""
+    """generation: counts the configurations of this process, from 1; client_keys: hashes of the keys that clients may
+    use, empty: no key needed; worker_headers: header lines for every request to a worker."""
 
     generation: int
     settings: Settings
@@ -25,3 +25,5 @@ class Snapshot:
     prefill_policy: PrefillPolicy
     decode_policy: Policy
     partition: Partition | None
+    client_keys: frozenset[bytes] = frozenset()
+    worker_headers: bytes = b""

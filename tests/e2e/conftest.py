@@ -31,7 +31,7 @@ async def hook() -> str:
 @pytest.fixture
 async def fleet(hook: str) -> AsyncIterator[EmulatedFleet]:
     """Two prefill, three decode and one plain worker with fast steps."""
-    spec = FleetSpec(prefill=2, decode=3, plain=1, hook=hook, step_cost=StepCost(0.001, 0.0, 0.0))
+    spec = FleetSpec(prefill=2, decode=3, plain=1, hook=hook, journal=True, step_cost=StepCost(0.001, 0.0, 0.0))
     async with EmulatedFleet(spec) as fleet:
         yield fleet
 

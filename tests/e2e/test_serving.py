@@ -143,8 +143,8 @@ BAD = [
     ("/v1/completions", b'{"model":"other","prompt":"a"}', 404, "NotFoundError"),
     ("/v1/completions", b'{"model":7,"prompt":"a"}', 400, "BadRequestError"),
     ("/v1/completions", b'{"model":"emulated-moe","prompt":"a","stream":"yes"}', 400, "BadRequestError"),
-    ("/v1/completions", b'{"model":"emulated-moe","prompt":["a","b"]}', 400, "BadRequestError"),
-    ("/v1/completions", b'{"model":"emulated-moe","prompt":"a","n":2}', 400, "BadRequestError"),
+    ("/v1/completions", b'{"model":"emulated-moe","prompt":["a",7]}', 400, "BadRequestError"),
+    ("/v1/completions", b'{"model":"emulated-moe","prompt":"a","n":-1}', 400, "BadRequestError"),
     (
         "/v1/completions",
         b'{"model":"emulated-moe","prompt":"a","kv_transfer_params":{"do_remote_prefill":true}}',
