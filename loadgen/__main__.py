@@ -9,7 +9,9 @@ from pathlib import Path
 import click
 import uvloop
 
+from loadgen import chaos as chaoses
 from loadgen import demo as demos
+from loadgen.daemon import DaemonError
 from loadgen.fleet import FleetSpec
 from loadgen.fleet.emulated import serve
 
@@ -55,6 +57,31 @@ def demo_vllm(out: Path, requests: int, rate: float) -> None:
     from loadgen.vllm import demo as real
 
     sys.exit(asyncio.run(real.run(real.Plan(out=out, requests=requests, rate=rate))))
+
+
+@main.command()
+@click.option("--requests", default=10_000, type=click.IntRange(min=2), help="Requests in all.")
+@click.option("--seed", default=0, help="Fixes the requests and the faults.")
+@click.option("--parallel", default=64, type=click.IntRange(min=1), help="Requests under way at once.")
+@click.option(
+    "--out", default=Path("out/chaos"), type=click.Path(path_type=Path, file_okay=False), help="Folder of eldrd's log."
+)
+@click.option("--json", "report", default=None, type=click.Path(path_type=Path, dir_okay=False), help="Report file.")
+@click.option("--report-every", default=1000, help="Requests between two progress lines; 0 for none.")
+def chaos(requests: int, seed: int, parallel: int, out: Path, report: Path | None, report_every: int) -> None:
+    """Random requests, faults and disconnects against a real eldrd; status 1 if anything was wrong."""
+    plan = chaoses.Plan(requests, seed, out, parallel, report_every)
+    try:
+        found = uvloop.run(chaoses.run(plan, click.echo))
+    except DaemonError as e:
+        raise click.ClickException(str(e)) from None
+    if report is not None:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_bytes(found.json())
+    click.echo(found.json())
+    for problem in found.problems:
+        click.echo(problem, err=True)
+    sys.exit(bool(found.problems))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from loadgen.fleet.render import DONE, Answer, error_event
 from loadgen.fleet.sequence import Output, Sequence, outputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from loadgen.fleet.handoff import Fabric
     from loadgen.fleet.model import EmulatedMoE
@@ -53,7 +53,7 @@ class Worker:
         self.spec, self.model, self.faults = spec, model, Faults()
         self.draw: Callable[[], Faults] | None = None
         self.journal: dict[str, Sent] = {}
-        self.seen: deque[tuple[dict[str, str], bytes]] = deque(maxlen=16)
+        self.seen: deque[tuple[Mapping[str, str], bytes]] = deque(maxlen=16)
         self.received = 0
         self.port = spec.port
         self._fabric = fabric
@@ -152,7 +152,7 @@ class Worker:
                 _end(connection, faults)
             body = await request.read()
             if self.spec.journal:
-                self.seen.append((dict(request.headers), body))
+                self.seen.append((request.headers, body))
             if faults.delay_s:
                 await asyncio.sleep(faults.delay_s)
             if faults.status is not None:
@@ -350,7 +350,9 @@ class _Stream:
         connection = cast("wire.Wire", self._request.transport)
         if self._faults.die_inside:
             # A chunk that announces more than it brings.
-            connection.write(b'40\r\ndata: {"id"')
+            begun = b'data: {"id"'
+            self._sent.body += begun
+            connection.write(b"40\r\n" + begun)
         _end(connection, self._faults)
 
 
