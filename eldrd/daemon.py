@@ -171,6 +171,7 @@ class Daemon:
         for worker in removed:
             self._table.remove(worker)
             worker.pool.close()
+        self._metrics.workers = frozenset(worker.name for worker in workers.values())
         self._metrics.generation.set(self._snapshot.generation)
         self._prober.watch(workers.values(), settings.health, worker_keys)
         await self._switch_capture(settings, before)

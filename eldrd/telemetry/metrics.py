@@ -51,11 +51,19 @@ class _Labelled(Generic[_M]):
             child = self._children[values] = self._metric.labels(*values)
             return child
 
+    def keep(self, position: int, allowed: frozenset[str]) -> None:
+        """Drop the children whose label at ``position`` is none of these."""
+        for values in [v for v in self._children if v[position] not in allowed]:
+            del self._children[values]
+            self._metric.remove(*values)
+
 
 class Metrics:
-    """One registry with all of eldrd's metrics; ``live`` adds gauges that are read when scraped."""
+    """One registry with all of eldrd's metrics; ``live`` adds gauges that are read when scraped. workers: names of the
+    configured workers; series of others are dropped."""
 
     def __init__(self) -> None:
+        self.workers: frozenset[str] | None = None
         self.registry = r = CollectorRegistry()
         self._live = _Live()
         r.register(self._live)
@@ -97,4 +105,8 @@ class Metrics:
         self._live.sources.append((name, text, labels, read))
 
     def exposition(self) -> bytes:
+        if self.workers is not None:
+            # At a scrape, not at the reload: a removed worker's last requests count until they end.
+            self.routed.keep(1, self.workers)
+            self.tpot.keep(0, self.workers)
         return generate_latest(self.registry)
