@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import select
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,11 @@ class _Writer:
             while data:
                 try:
                     data = data[os.write(self._fd, data) :]
+                except BlockingIOError:
+                    # Whoever shares the descriptor made it non-blocking.
+                    select.select([], [self._fd], [], 1.0)
                 except OSError:
+                    self.dropped += data.count(b"\n")
                     break
 
 
