@@ -58,7 +58,7 @@ class Admission:
                 # The place was given in the very moment that its owner left.
                 self.running -= 1
                 self._next()
-            else:
+            elif place in self._waiting:
                 self._waiting.remove(place)
             raise
 

@@ -314,7 +314,8 @@ class _Part:
             return
         try:
             self._merge.take(self._index, self._splitter.feed(self._decoder.feed(data)), self._headers)
-        except (_LostError, ValueError, ConnectionError):
+        except (_LostError, ValueError, ConnectionError, TypeError, AttributeError, KeyError):
+            # The last three: an event that is none.
             self._broken = True
             if self._connection is not None:
                 self._connection.stall("framing")

@@ -18,6 +18,7 @@ from eldrd.config import Settings
 from eldrd.fleet.connection import IdleWatch
 from eldrd.fleet.table import LoadTable, Pool
 from eldrd.fleet.worker import Worker
+from eldrd.handoff.admission import Admission
 from eldrd.handoff.ledger import Ledger
 from eldrd.handoff.lifecycle import Lifecycle
 from eldrd.handoff.snapshot import Snapshot
@@ -148,8 +149,9 @@ class Stack:
         self.lifecycle = Lifecycle(
             self.table, self.ledger, receiver, self.watch, self.metrics, lambda *_: None
         )  # fmt: skip
+        self.admission = Admission()
         admin = Admin(lambda: self.snapshot, self.table, self.ledger, receiver, cache)
-        self.app = App(self.lifecycle, admin, self.metrics, lambda: self.snapshot)
+        self.app = App(self.lifecycle, self.admission, admin, self.metrics, lambda: self.snapshot)
         self.server = self.app.server()
         self.listener = await loop.create_server(self.server, "127.0.0.1", 0)
         self.port = self.listener.sockets[0].getsockname()[1]

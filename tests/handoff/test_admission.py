@@ -1,22 +1,26 @@
-"""Admission: the limit, the queue, the order, and places given to someone who leaves."""
+"""Admission: never more at once than the limit, first come first served, and no place lost when waiters leave."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from eldrd.handoff.admission import Admission
 from eldrd.handoff.failure import Failure
 
 
-async def hold(admission: Admission, until: asyncio.Event, log: list[int] | None = None, name: int = 0) -> None:
-    async with admission.admitted():
-        if log is not None:
-            log.append(name)
-        await until.wait()
+def admission(limit: int, queue: int) -> Admission:
+    a = Admission()
+    a.limit, a.queue = limit, queue
+    return a
+
+
+async def hold(a: Admission, release: asyncio.Event, order: list[int], i: int = 0) -> None:
+    async with a.admitted():
+        order.append(i)
+        await release.wait()
 
 
 async def turn() -> None:
@@ -24,64 +28,99 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-async def test_no_limit() -> None:
-    admission, end = Admission(), asyncio.Event()
-    tasks = [asyncio.create_task(hold(admission, end)) for _ in range(100)]
-    await turn()
-    assert (admission.running, admission.waiting) == (100, 0)
-    end.set()
-    await asyncio.gather(*tasks)
-    assert admission.running == 0
-
-
-async def test_waits_in_order_and_refuses_what_the_queue_cannot_hold() -> None:
-    admission = Admission()
-    admission.limit, admission.queue = 1, 2
-    ends = [asyncio.Event() for _ in range(3)]
-    log: list[int] = []
+async def test_first_come_first_served_then_refused() -> None:
+    a, release, order = admission(2, 3), asyncio.Event(), list[int]()
     tasks = []
-    for i, end in enumerate(ends):
-        tasks.append(asyncio.create_task(hold(admission, end, log, i)))
+    for i in range(5):
+        tasks.append(asyncio.create_task(hold(a, release, order, i)))
         await turn()
+    assert (a.running, a.waiting, order) == (2, 3, [0, 1])
     with pytest.raises(Failure) as e:
-        await hold(admission, ends[0])
+        await hold(a, release, order)
     assert (e.value.status, e.value.retry_after_s) == (429, 1)
-    for i, end in enumerate(ends):
-        assert log == list(range(i + 1))
-        end.set()
-        await turn()
+    release.set()
     await asyncio.gather(*tasks)
-    assert (admission.running, admission.waiting) == (0, 0)
+    assert (a.running, a.waiting, order) == (0, 0, [0, 1, 2, 3, 4])
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.integers(1, 3), st.lists(st.tuples(st.sampled_from(["come", "end", "leave"]), st.integers(0, 9)), max_size=40)
-)
-def test_places_are_neither_lost_nor_doubled(limit: int, steps: list[tuple[str, int]]) -> None:
-    """Whoever comes, ends or leaves in any order: never more than the limit, and free places are taken."""
+async def test_no_limit() -> None:
+    a, release = admission(0, 0), asyncio.Event()
+    tasks = [asyncio.create_task(hold(a, release, [])) for _ in range(100)]
+    await turn()
+    assert a.running == 100
+    release.set()
+    await asyncio.gather(*tasks)
+    assert a.running == 0
 
-    async def run() -> None:
-        admission = Admission()
-        admission.limit, admission.queue = limit, 100
-        here: list[tuple[asyncio.Task[None], asyncio.Event]] = []
-        for what, which in steps:
-            if what == "come":
-                end = asyncio.Event()
-                here.append((asyncio.create_task(hold(admission, end)), end))
-            elif here:
-                task, end = here[which % len(here)]
-                end.set() if what == "end" else task.cancel()
-            if which % 2:
-                await turn()
-            assert admission.running <= limit
+
+async def test_a_waiter_that_leaves_frees_its_place_in_the_queue() -> None:
+    a, release = admission(1, 1), asyncio.Event()
+    first = asyncio.create_task(hold(a, release, []))
+    await turn()
+    second = asyncio.create_task(hold(a, release, []))
+    await turn()
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert a.waiting == 0
+    release.set()
+    await first
+    assert a.running == 0
+
+
+async def test_a_waiter_that_leaves_in_the_moment_that_a_place_is_free() -> None:
+    a, release, order = admission(1, 5), asyncio.Event(), list[int]()
+    tasks = []
+    for i in range(3):
+        tasks.append(asyncio.create_task(hold(a, release, order, i)))
         await turn()
-        here = [(t, e) for t, e in here if not t.done()]
-        assert admission.running + admission.waiting <= len(here)
-        assert admission.waiting == 0 or admission.running == limit
-        for _, end in here:
-            end.set()
-        await asyncio.gather(*(t for t, _ in here), return_exceptions=True)
-        assert (admission.running, admission.waiting) == (0, 0)
+    # The first ends before the second has heard of its own cancellation.
+    release.set()
+    tasks[1].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(r) for r in results] == [type(None), asyncio.CancelledError, type(None)]
+    assert (a.running, a.waiting) == (0, 0)
 
-    asyncio.run(run())
+
+async def test_the_given_place_of_a_waiter_that_leaves_goes_on() -> None:
+    a, release, order = admission(1, 5), asyncio.Event(), list[int]()
+    tasks = []
+    for i in range(3):
+        tasks.append(asyncio.create_task(hold(a, release, order, i)))
+        await turn()
+    release.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (a.running, a.waiting) == (0, 0)
+    assert order[-1] == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_order_of_coming_and_going(seed: int) -> None:
+    rng = random.Random(seed)
+    a = admission(3, 6)
+    at_once = most = 0
+
+    async def one() -> None:
+        nonlocal at_once, most
+        async with a.admitted():
+            at_once += 1
+            most = max(most, at_once)
+            try:
+                await asyncio.sleep(rng.choice([0, 0, 0.0005]))
+            finally:
+                at_once -= 1
+
+    tasks: list[asyncio.Task[None]] = []
+    for _ in range(200):
+        tasks.append(asyncio.create_task(one()))
+        if rng.random() < 0.4:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(r is None or isinstance(r, Failure | asyncio.CancelledError) for r in results), results
+    assert most <= 3
+    assert (a.running, a.waiting) == (0, 0)
