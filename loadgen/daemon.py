@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
 
@@ -29,8 +29,9 @@ def free_port() -> int:
         return port
 
 
-def toml(sections: dict[str, dict[str, Any]]) -> str:
-    """A configuration file of these sections. Values are written as JSON, inline tables for lists of workers."""
+def toml(sections: Mapping[str, dict[str, Any] | list[dict[str, Any]]]) -> str:
+    """A configuration file of these sections; a list is an array of tables. Values are written as JSON, inline tables for
+    lists of workers."""
 
     def value(v: Any) -> str:
         if isinstance(v, dict):
@@ -40,13 +41,17 @@ def toml(sections: dict[str, dict[str, Any]]) -> str:
         return json.dumps(v)
 
     return "\n".join(
-        f"[{name}]\n" + "\n".join(f"{k} = {value(v)}" for k, v in keys.items()) + "\n"
-        for name, keys in sections.items()
+        f"{title}\n" + "\n".join(f"{k} = {value(v)}" for k, v in keys.items()) + "\n"
+        for name, section in sections.items()
+        for title, keys in (
+            [(f"[[{name}]]", table) for table in section] if isinstance(section, list) else [(f"[{name}]", section)]
+        )
     )
 
 
 class Daemon:
-    """`python -m eldrd serve` on a free port. sections: the configuration, changed by ``configure``."""
+    """`python -m eldrd serve` on a free port. sections: the configuration, changed by ``configure``; models: its
+    [[models]]."""
 
     def __init__(
         self, folder: Path, prefill: list[dict[str, str]], decode: list[dict[str, str]], hook: str = ""
@@ -56,6 +61,7 @@ class Daemon:
         self.config = folder / "eldrd.toml"
         self.log = folder / "eldrd.log"
         self.process: asyncio.subprocess.Process | None = None
+        self.models: list[dict[str, Any]] = []
         self.sections: dict[str, dict[str, Any]] = {
             "server": {"listen": f"127.0.0.1:{self.port}"},
             "prefill": {"workers": prefill},
@@ -69,7 +75,7 @@ class Daemon:
         """Change sections of the file; a running daemon looks at it when it is told to reload."""
         for name, keys in sections.items():
             self.sections.setdefault(name, {}).update(keys)
-        self.config.write_text(toml(self.sections))
+        self.config.write_text(toml({**self.sections, **({"models": self.models} if self.models else {})}))
 
     async def start(self) -> Daemon:
         """Start the process and wait until a request can be served. Raises DaemonError."""

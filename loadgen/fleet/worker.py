@@ -26,6 +26,8 @@ from loadgen.fleet.sequence import Output, Sequence, outputs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from aiohttp.typedefs import Handler
+
     from loadgen.fleet.handoff import Fabric
     from loadgen.fleet.model import EmulatedMoE
 
@@ -46,8 +48,9 @@ class Sent:
 class Worker:
     """A server on its own port. ``start`` and ``stop`` may alternate: a restarted worker keeps its port and has a new
     engine, as a restarted vLLM has. ``faults`` may be changed at any time; ``draw``, where set, gives each generation
-    request its own. received: generation requests so far. Where the spec asks for it, journal: answers by X-Request-Id,
-    and seen: the latest requests' headers and bodies."""
+    request its own. api_key: what /v1 paths want as a bearer token, "" for nothing, as vLLM's --api-key.
+    received: generation requests so far. Where the spec asks for it, journal: answers by X-Request-Id, and seen: the
+    latest requests' headers and bodies."""
 
     def __init__(self, spec: WorkerSpec, model: EmulatedMoE, fabric: Fabric) -> None:
         self.spec, self.model, self.faults = spec, model, Faults()
@@ -55,6 +58,7 @@ class Worker:
         self.journal: dict[str, Sent] = {}
         self.seen: deque[tuple[Mapping[str, str], bytes]] = deque(maxlen=16)
         self.received = 0
+        self.api_key = ""
         self.port = spec.port
         self._fabric = fabric
         self._engine: Engine | None = None
@@ -85,7 +89,7 @@ class Worker:
         return self._engine
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=_MAX_BODY)
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._keyed])
         app.add_routes(
             [
                 web.post("/v1/completions", self._completions),
@@ -133,6 +137,13 @@ class Worker:
         if self._engine is not None:
             await self._engine.stop()
             self._engine = None
+
+    @web.middleware
+    async def _keyed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization")
+        if self.api_key and request.path.startswith("/v1") and given != f"Bearer {self.api_key}":
+            return _json({"error": "Unauthorized"}, 401)
+        return await handler(request)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
@@ -182,6 +193,9 @@ class Worker:
             if call.stream:
                 return await _Stream(request, call, answer, sequences, changed, faults, sent).run()
             return await self._whole(answer, sequences, changed, faults, sent)
+        except ConnectionError:
+            # The client is gone, and aiohttp has not said so yet.
+            raise asyncio.CancelledError from None
         finally:
             for seq in sequences:
                 engine.abort(seq)

@@ -1,4 +1,5 @@
-"""Scenarios B3 and B4: what needs the prompt's own logprobs is refused, what ends at its first token ends there."""
+"""Scenarios B1-B4: several answers are several hand-offs, the prompt's own logprobs are refused, and what ends at its first
+token ends there."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from stage import CHAT, COMPLETIONS, ask, chat, until
 
 if TYPE_CHECKING:
-    from stage import Stage
+    from stage import Reply, Stage
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -75,3 +76,75 @@ async def test_b4_one_token_asked_for(stage: Stage, path: str) -> None:
     await ended_at_prefill(stage, body, path, expected, "length")
     assert stage.ends() == {}
     assert sum(d.received for d in stage.decode) == 0
+
+
+def strip(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what differs between two runs of the same request."""
+    usage = {k: v for k, v in answer["usage"].items() if k != "prompt_tokens_details"}
+    choices = [{k: v for k, v in c.items() if k != "prompt_token_ids"} for c in answer["choices"]]
+    return {"object": answer["object"], "model": answer["model"], "choices": choices, "usage": usage}
+
+
+def texts(reply: Reply) -> dict[int, str]:
+    """The text of each choice of a stream."""
+    out: dict[int, str] = {}
+    for event in reply.events:
+        if event != b"[DONE]":
+            for c in orjson.loads(event)["choices"]:
+                out[c["index"]] = out.get(c["index"], "") + (c.get("text") or c.get("delta", {}).get("content") or "")
+    return out
+
+
+SEVERAL: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, ask(prompt=["a b c", "d e"])),
+    (COMPLETIONS, ask(prompt=["a b c", "a b c", "f"], n=2, seed=3)),
+    (COMPLETIONS, ask(prompt=[[5, 6, 7], [8, 9]])),
+    (COMPLETIONS, ask(n=4, seed=3)),
+    (CHAT, chat(n=4, seed=3, max_tokens=9)),
+    (COMPLETIONS, ask(n=3, seed=3, max_tokens=1)),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SEVERAL)
+async def test_b1_b2_several_answers(stage: Stage, path: str, body: dict[str, Any]) -> None:
+    """One hand-off each; indices, texts and usage are those of a server that does it all by itself."""
+    direct = await stage.post(body, path, url=stage.prefill[0].url)
+    await stage.clean()
+    reply = await stage.post(body, path)
+    assert reply.status == 200, reply.body
+    assert strip(reply.json) == strip(direct.json)
+    n = len(direct.json["choices"])
+    assert stage.ends() == ({"consumed": n} if body["max_tokens"] > 1 else {})
+
+
+@pytest.mark.parametrize(("path", "body"), SEVERAL)
+async def test_b1_b2_several_answers_streamed(stage: Stage, path: str, body: dict[str, Any]) -> None:
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    direct = await stage.post(body, path, url=stage.prefill[0].url)
+    reply = await stage.post(body, path)
+    assert reply.whole
+    assert texts(reply) == texts(direct)
+    usage, expected = (orjson.loads(r.events[-2])["usage"] for r in (reply, direct))
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert usage[key] == expected[key]
+    assert len({orjson.loads(e)["id"] for e in reply.events[:-1]}) == 1
+    # Nobody asked: no usage event then.
+    bare = await stage.post({k: v for k, v in body.items() if k != "stream_options"}, path)
+    assert bare.whole
+    assert all(orjson.loads(e)["choices"] for e in bare.events[:-1])
+
+
+async def test_b2_one_of_four_fails(stage: Stage) -> None:
+    """The whole is an error, and what the others hold is given back."""
+    stage.fault(stage.decode[:1], status=422)
+    reply = await stage.post(ask(n=4, seed=1))
+    assert reply.status == 422
+    assert reply.error["message"] == "Emulated fault"
+    await until(lambda: stage.fleet.pinned == 0, 1.5)
+
+
+async def test_b2_client_leaves(stage: Stage) -> None:
+    body = ask(n=4, seed=1, max_tokens=2000, stream=True)
+    await stage.leave(body, lambda: sum(d.engine.decode.running for d in stage.decode) == 4)
+    await until(lambda: not any(d.engine.decode.running for d in stage.decode), 1.5)
+    assert stage.ends() == {"consumed": 4}

@@ -1,4 +1,4 @@
-"""Scenarios H1-H6, H8: connections, sizes, codings, limits."""
+"""Scenarios H1-H8: connections, sizes, codings, origins, limits."""
 
 from __future__ import annotations
 
@@ -140,6 +140,30 @@ async def test_h6_workers_on_ipv6(tmp_path: Path) -> None:
             assert (await Stage(fleet, eldrd, http).post(ask(stream=True))).whole
         assert await eldrd.stop() == 0
     assert fleet.violations == []
+
+
+async def test_h7_preflight_needs_no_key(stage: Stage, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("right\n")
+    origin = {"Origin": "https://chat.example.com", "Access-Control-Request-Method": "POST"}
+
+    async def preflight(path: str = "/v1/chat/completions") -> tuple[int, str | None]:
+        async with stage.http.options(stage.eldrd.url + path, headers=origin) as r:
+            return r.status, r.headers.get("Access-Control-Allow-Origin")
+
+    await stage.reload(auth={"client_keys_file": str(keys)})
+    assert await preflight() == (401, None)
+    await stage.reload(cors={"origins": ["https://chat.example.com"]})
+    assert await preflight() == (204, "https://chat.example.com")
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}):
+        reply = await stage.post(ask(), **origin, **headers)
+        assert reply.status == 401
+        assert reply.error["type"] == "AuthenticationError"
+    for n, stream in ((1, True), (1, False), (2, True)):
+        reply = await stage.post(ask(stream=stream, n=n), **origin, Authorization="Bearer right")
+        assert reply.whole
+        assert reply.headers["Access-Control-Allow-Origin"] == "https://chat.example.com"
+    await stage.reload(auth={"client_keys_file": ""}, cors={"origins": []})
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -149,6 +149,39 @@ async def test_o3_first_workers_are_down_from_the_start(stage: Stage, tmp_path: 
     assert (await stage.post(ask())).whole
 
 
+async def test_o4_keys_of_workers_and_of_clients(stage: Stage, tmp_path: Path) -> None:
+    """The workers' key is on every call (prefill, decode, release, models); the clients' goes no further than eldrd."""
+    client_keys, worker_key = tmp_path / "client-keys", tmp_path / "worker-key"
+    client_keys.write_text("client-one\nclient-two\n")
+    worker_key.write_text("worker-secret\n")
+    workers = (*stage.prefill, *stage.decode)
+    try:
+        for worker in workers:
+            worker.api_key = "worker-secret"
+        async with another(
+            stage, tmp_path, auth={"client_keys_file": str(client_keys), "worker_key_file": str(worker_key)}
+        ) as own:
+            for key in ("client-one", "client-two"):
+                assert (await own.post(ask(), Authorization=f"Bearer {key}")).whole
+            assert (await own.post(ask())).status == 401
+            async with stage.http.get(
+                own.eldrd.url + "/v1/models", headers={"Authorization": "Bearer client-one"}
+            ) as r:
+                assert [m["id"] for m in (await r.json())["data"]] == [MODEL]
+            stage.fault(stage.decode, status=400)
+            assert (await own.post(ask(), Authorization="Bearer client-one")).status == 400
+            await until(lambda: stage.fleet.pinned == 0, 1.5)
+            log = own.eldrd.log.read_text()
+    finally:
+        for worker in workers:
+            worker.api_key = ""
+    sent = [headers for w in workers for headers, _ in w.seen]
+    assert len(sent) >= 7
+    assert {h["Authorization"] for h in sent} == {"Bearer worker-secret"}
+    assert not any("client-" in v for h in sent for v in h.values())
+    assert not any(key in log for key in ("client-one", "client-two", "worker-secret"))
+
+
 async def test_o5_series_of_a_removed_worker_go(stage: Stage) -> None:
     for _ in range(6):
         assert (await stage.post(ask(5, stream=True))).whole
@@ -220,6 +253,50 @@ async def test_o7_no_worker_is_503(stage: Stage) -> None:
     assert reply.status == 503
     assert reply.error["type"] == "ServiceUnavailableError"
     assert int(reply.headers["Retry-After"]) >= 1
+
+
+async def test_o7_full_queue_is_429(stage: Stage) -> None:
+    await stage.reload(limits={"requests": 2, "queue": 1})
+    stage.fault(stage.decode, stall_at=0)
+    running = [asyncio.create_task(stage.post(ask())) for _ in range(2)]
+    await until(lambda: sum(d.received for d in stage.decode) == 2)
+    waiting = asyncio.create_task(stage.post(ask()))
+
+    async def queued() -> bool:
+        return await stage.metric("eldrd_requests_running") == 3
+
+    await stage.eldrd.until(queued, 2.0)
+    reply = await stage.post(ask())
+    assert reply.status == 429
+    assert reply.error["type"] == "TooManyRequestsError"
+    assert int(reply.headers["Retry-After"]) >= 1
+    # Clients that leave make room, also one that was waiting.
+    stage.fault(stage.decode)
+    running[0].cancel()
+    assert (await waiting).whole
+    running[1].cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await stage.reload(limits={"requests": 0})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_o8_model_alias(stage: Stage, tmp_path: Path, stream: bool) -> None:
+    """Workers know their own name alone and would answer 404 to another; clients see the one they asked for."""
+    own = Daemon(tmp_path, stage.base["prefill"]["workers"], stage.base["decode"]["workers"])
+    own.models = [{"name": MODEL, "aliases": ["nice"]}]
+    await own.start()
+    try:
+        for path, body in ((COMPLETIONS, ask()), (CHAT, chat(max_tokens=5)), (COMPLETIONS, ask(max_tokens=1))):
+            for name in (MODEL, "nice"):
+                reply = await stage.post({**body, "model": name, "stream": stream}, path, url=own.url)
+                assert reply.whole, reply.body
+                answers = [orjson.loads(e) for e in reply.events if e != b"[DONE]"] if stream else [reply.json]
+                assert {a["model"] for a in answers} == {name}
+        assert {m["id"] for m in (await own.get("/v1/models"))["data"]} == {MODEL, "nice"}
+        assert (await stage.post(ask(model="nasty"), url=own.url)).status == 404
+    finally:
+        assert await own.stop() == 0
+    assert {orjson.loads(b)["model"] for w in (*stage.prefill, *stage.decode) for _, b in w.seen} == {MODEL}
 
 
 async def test_o9_nothing_of_a_request_is_logged(stage: Stage) -> None:
