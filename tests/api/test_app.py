@@ -214,6 +214,9 @@ async def test_prefill_that_never_ends(stack: Stack, head: bytes) -> None:
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 422 No\r\ncontent-length: 9\r\n\r\n{"])
 async def test_decode_that_never_answers(stack: Stack, head: bytes) -> None:
     async def script(exchange: Exchange) -> None:
+        if b"eldrd-release" in exchange.body:
+            await exchange.json({}, 404)
+            return
         await exchange.write(head)
         await asyncio.sleep(1)
 
