@@ -167,6 +167,7 @@ class _Merge:
         self._request = request
         self._client = client
         self._write: Callable[[bytes], object] | None = None
+        self._chunked = True
         self._created: int | None = None
         self._usage: dict[int, dict[str, Any]] = {}
         self._connections: set[Connection] = set()
@@ -211,6 +212,10 @@ class _Merge:
     def _start(self, headers: list[tuple[bytes, bytes]]) -> None:
         if self._write is None:
             head = Head(1, 200, b"OK", [(b"transfer-encoding", b"chunked")])
+            self._chunked = self._client.can_relay(BodyTracker(head))
+            if not self._chunked:
+                # An HTTP/1.0 client: the stream ends with the connection.
+                head = Head(1, 200, b"OK", [])
             extra = [field for field in headers if field[0] == b"x-eldrd-decode"]
             self._write = self._client.start(head, BodyTracker(head), [_EVENTS, *extra])
             self._client.attach(self)
@@ -220,7 +225,7 @@ class _Merge:
 
     def _chunk(self, payload: bytes) -> None:
         assert self._write is not None
-        self._write(b"%x\r\n%b\r\n" % (len(payload), payload))
+        self._write(b"%x\r\n%b\r\n" % (len(payload), payload) if self._chunked else payload)
 
     def finish(self, records: list[Record]) -> Answer:
         """All parts are complete: the end of the stream, or the merged answer."""
@@ -239,7 +244,8 @@ class _Merge:
             self._send(self._renamed({**base, "model": model, "choices": [], "usage": self._sum(self._usage)}, 0))
         self._chunk(b"data: [DONE]\n\n")
         assert self._write is not None
-        self._write(b"0\r\n\r\n")
+        if self._chunked:
+            self._write(b"0\r\n\r\n")
         return Answer(200, b"", [], relayed=True)
 
     def _merged(self) -> dict[str, Any]:
@@ -304,8 +310,15 @@ class _Part:
     def can_relay(self, tracker: BodyTracker) -> bool:
         return self._merge._request.stream and tracker.chunked
 
-    def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:  # noqa: ARG002
+    def start(
+        self,
+        head: Head,  # noqa: ARG002
+        tracker: BodyTracker,  # noqa: ARG002
+        headers: list[tuple[bytes, bytes]],
+        body: bytes = b"",
+    ) -> Callable[[bytes], object]:
         self._headers = headers
+        self._bytes(body)
         return self._bytes
 
     def _bytes(self, data: bytes) -> None:

@@ -108,6 +108,21 @@ async def test_http_1_0_client_gets_no_chunks(stack: Stack) -> None:
     assert await client.rest() == b"data: a\n\ndata: [DONE]\n\n"
 
 
+async def test_http_1_0_client_of_several_choices(stack: Stack) -> None:
+    async def one(exchange: Exchange) -> None:
+        event = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+        await exchange.write(CHUNKED + b"%x\r\n%b\r\n" % (len(event), event) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    stack.D.script = one
+    client = await stack.connect()
+    client.ask(version=b"1.0", n=2)
+    assert b"chunked" not in (await client.head()).lower()
+    events = (await client.rest()).split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    choices = [orjson.loads(e.removeprefix(b"data: "))["choices"][0] for e in events[:-2]]
+    assert sorted(c["index"] for c in choices) == [0, 1]
+
+
 async def test_http_1_0_client_with_keep_alive(stack: Stack) -> None:
     async def plain(exchange: Exchange) -> None:
         await exchange.json({"a": 1})
