@@ -40,6 +40,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_complete",
         "_done",
+        "_early",
         "_head",
         "_held",
         "_idle_since",
@@ -48,6 +49,7 @@ class Connection(asyncio.Protocol):
         "_pool",
         "_reusable",
         "_sink",
+        "_with_body",
         "paused",
         "pieces",
         "reused",
@@ -77,20 +79,27 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._sink: Callable[[bytes], object] | None = None
         self._head: asyncio.Future[Head] | None = None
+        # A head that waits for the first bytes of its body, and whether it has to.
+        self._early: Head | None = None
+        self._with_body = False
         self._done: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclasses of asyncio's.
         self.transport = cast("asyncio.Transport", transport)
 
-    async def send(self, parts: Sequence[bytes], timeout_s: float) -> Head:
-        """Write a request and wait for the head of its final answer. Raises UpstreamError(first_byte)."""
+    async def send(self, parts: Sequence[bytes], timeout_s: float, *, with_body: bool = False) -> Head:
+        """Write a request and wait for the head of its final answer, ``with_body`` also for the first bytes of the body,
+        which ``peek`` then shows. Raises UpstreamError(first_byte)."""
         if self.transport is None or self.transport.is_closing():
             raise UpstreamError("first_byte", "reset", answered=False, stale=self.reused)
         self.tracker = None
         self._reusable = False
         self._complete = False
         self._sink = None
+        self._held = []
+        self._early = None
+        self._with_body = with_body
         self._head = self._loop.create_future()
         self._done = self._loop.create_future()
         self.transport.writelines(parts)
@@ -109,6 +118,10 @@ class Connection(asyncio.Protocol):
             return await head
         finally:
             timer.cancel()
+
+    def peek(self) -> bytes:
+        """The body's bytes that have come before ``collect`` or ``relay``, framing included."""
+        return b"".join(self._held)
 
     async def collect(self, timeout_s: float, limit: int) -> bytes:
         """The whole body, transfer coding removed; may be called again after it was cancelled. Raises UpstreamError(body):
@@ -148,6 +161,11 @@ class Connection(asyncio.Protocol):
         assert self._done is not None
         self._attach(write)
         return self._done
+
+    def take(self) -> bytes:
+        """What has come of the body before anybody took it; nothing, once ``collect`` or ``relay`` has been called."""
+        held, self._held = self._held, []
+        return b"".join(held)
 
     def _attach(self, sink: Callable[[bytes], object]) -> None:
         self._sink = sink
@@ -229,6 +247,13 @@ class Connection(asyncio.Protocol):
                 self._sink = _nowhere
         else:
             self._held.append(data)
+            if self._early is not None:
+                self._answer(self._early)
+
+    def _answer(self, head: Head) -> None:
+        self._early = None
+        if self._head is not None and not self._head.done():
+            self._head.set_result(head)
 
     def _end(self, data: bytes, end: int) -> None:
         done = self._done
@@ -246,6 +271,8 @@ class Connection(asyncio.Protocol):
                 self._held.append(data)
         self._reusable = self._reusable and not extra
         self._complete = True
+        if self._early is not None:
+            self._answer(self._early)
         # The sink may have ended the exchange: too large.
         if not done.done():
             done.set_result(None)
@@ -277,7 +304,10 @@ class Connection(asyncio.Protocol):
             return
         self.tracker = tracker
         self._reusable = head.keep_alive and not tracker.ends_with_connection
-        head_future.set_result(head)
+        if self._with_body:
+            self._early = head
+        else:
+            head_future.set_result(head)
         rest = data[end + 4 :]
         if rest or tracker.length == 0:
             self.data_received(rest)
@@ -285,7 +315,7 @@ class Connection(asyncio.Protocol):
     def _fail(self, cause: str) -> None:
         head, done = self._head, self._done
         if head is not None and not head.done():
-            answered = bool(self._held)
+            answered = bool(self._held) or self._early is not None
             stale = self.reused and cause == "reset" and not answered
             if stale:
                 self._pool.close_idle()
@@ -312,6 +342,8 @@ class Connection(asyncio.Protocol):
             and self.tracker is not None
             and self.tracker.ends_with_connection
         ):
+            if self._early is not None:
+                self._answer(self._early)
             done.set_result(None)
             return
         self._fail("reset")

@@ -66,7 +66,7 @@ class EventSplitter:
 
     def feed(self, payload: bytes) -> list[bytes]:
         """The data of each event that the next piece completes."""
-        *whole, self._rest = (self._rest + payload.replace(b"\r\n", b"\n")).split(b"\n\n")
+        *whole, self._rest = (self._rest + payload).replace(b"\r\n", b"\n").split(b"\n\n")
         return [data for event in whole if (data := _data(event))]
 
 

@@ -49,11 +49,11 @@ class Prober:
     async def _probe_for_ever(self, worker: Worker, settings: Health) -> None:
         while True:
             was = worker.up
-            ok = await self._answers(worker, settings.timeout_s)
+            ok, refused = await self._answers(worker, settings.timeout_s)
             if ok and not (was and worker.cards):
                 worker.cards = await self._cards(worker, settings.timeout_s)
-            # The first probe's word counts alone: at start-up nothing is known yet.
-            worker.probed(ok, settings.failures if was else 1)
+            # At start-up nothing is known yet, and a port that nobody listens on needs no second look.
+            worker.probed(ok, 1 if refused or not was else settings.failures)
             if worker.up != was:
                 self._changed(worker)
             # Start-up and recovery are watched closely, a running worker is not.
@@ -64,11 +64,15 @@ class Prober:
         timeout = aiohttp.ClientTimeout(timeout_s)
         return self._session.get(worker.url + path, headers=self._headers, timeout=timeout, allow_redirects=False)
 
-    async def _answers(self, worker: Worker, timeout_s: float) -> bool:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+    async def _answers(self, worker: Worker, timeout_s: float) -> tuple[bool, bool]:
+        """Whether the worker is healthy, and whether it refused the connection."""
+        try:
             async with self._ask(worker, "/health", timeout_s) as r:
-                return r.status == 200
-        return False
+                return r.status == 200, False
+        except aiohttp.ClientConnectorError:
+            return False, True
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False, False
 
     async def _cards(self, worker: Worker, timeout_s: float) -> tuple[dict[str, Any], ...]:
         problems = (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError)

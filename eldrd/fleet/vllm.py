@@ -26,6 +26,7 @@ _HEAD: Final = (
     b"Content-Length: %d\r\nX-Request-Id: %b\r\n%b\r\n"
 )
 _DROPPED_ON_PREFILL: Final = ("stream", "stream_options", "n", "best_of")
+_ERROR_EVENT = re.compile(rb'(?:[0-9A-Fa-f]+\r\n)?data: \{"error":')
 _USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"completion_tokens":\s*(\d+)')
 
 
@@ -98,6 +99,22 @@ def completion_tokens(tail: bytes) -> int | None:
     """completion_tokens of the usage object in the last bytes of an answer, None if it has none."""
     found = _USAGE.findall(tail)
     return int(found[-1]) if found else None
+
+
+def failed_stream(start: bytes) -> bool:
+    """Whether a stream's first event is an error, as when the decode server could not load the KV; ``start``: the first
+    bytes of the body, chunked or not."""
+    return _ERROR_EVENT.match(start) is not None
+
+
+def error_of_stream(body: bytes) -> tuple[int, bytes]:
+    """Status and error object of a stream that ``failed_stream``; body: all of it, transfer coding removed."""
+    data = body.removeprefix(b"data: ").partition(b"\n")[0]
+    try:
+        code = orjson.loads(data)["error"]["code"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return 502, data
+    return (code if type(code) is int and 400 <= code <= 599 else 502), data
 
 
 def early_stream(answer: dict[str, Any], *, chat: bool, include_usage: bool) -> bytes:

@@ -25,8 +25,11 @@ class Client(Protocol):
     def can_relay(self, tracker: BodyTracker) -> bool:
         """Whether the worker's framing can pass to this client as it is."""
 
-    def start(self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]]) -> Callable[[bytes], object]:
-        """Write the head of the answer; what takes the body's bytes from then on. Raises ConnectionError if it is gone."""
+    def start(
+        self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]], body: bytes = b""
+    ) -> Callable[[bytes], object]:
+        """Write the head of the answer and what there is of its body; what takes further bytes. Raises ConnectionError if
+        the client is gone."""
 
     def attach(self, flow: Flow) -> None:
         """Couple flow control: a client that reads slowly pauses ``flow``."""

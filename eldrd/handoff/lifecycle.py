@@ -237,7 +237,8 @@ class _Way:
                     connection = await worker.pool.get()
                     parts = self._post(worker, hand_off.id, vllm.decode_parts(self.request.body, hand_off.params))
                     hand_off.given = True
-                    head = await connection.send(parts, self.snap.settings.timeouts.first_byte_s)
+                    limit_s = self.snap.settings.timeouts.first_byte_s
+                    head = await connection.send(parts, limit_s, with_body=self.request.stream)
                 except asyncio.CancelledError:
                     if hand_off.given:
                         # D ends an aborted request's hand-off itself.
@@ -251,6 +252,10 @@ class _Way:
                         raise _PrefillAgainError from None
                     continue
                 self.retries.answered(worker, head.status)
+                failed = head.status >= 500 or (head.status == 200 and vllm.failed_stream(connection.peek()))
+                if failed and self._prefill_is_gone():
+                    self.retries.spend("decode", "prefill_lost")
+                    raise _PrefillAgainError
                 if head.status == 200:
                     hand_off.end("consumed")
                 elif head.status < 500:
@@ -264,6 +269,10 @@ class _Way:
                 if connection is not None:
                     connection.release()
                 lease.end()
+
+    def _prefill_is_gone(self) -> bool:
+        """Whether the worker that holds this request's KV has died since."""
+        return not any(w.usable for w in self.snap.prefill.workers if w.name == self.record.prefill)
 
     def _decide(self) -> Worker:
         snap, record = self.snap, self.record
@@ -293,13 +302,13 @@ class _Way:
         assert tracker is not None
         headers = [*head.end_to_end, (b"x-eldrd-decode", worker.name.encode())]
         if head.status != 200 or not client.can_relay(tracker):
-            try:
-                body = await connection.collect(self.snap.settings.timeouts.first_byte_s, vllm.MAX_ANSWER)
-            except UpstreamError as e:
-                self.retries.failed(worker, e)
-                raise final("decode", e) from None
+            body = await self._collected(worker, connection)
             record.first = self.loop.time()
             return Answer(head.status, body, headers)
+        if self.request.stream and vllm.failed_stream(connection.peek()):
+            body = await self._collected(worker, connection)
+            status, error = vllm.error_of_stream(body)
+            return Answer(status, error, [(b"content-type", b"application/json"), *headers[-1:]])
         write = client.start(head, tracker, headers, connection.take())
         done = connection.relay(write)
         record.first = self.loop.time()
@@ -319,6 +328,13 @@ class _Way:
             client.detach()
             self._count_output(connection, tracker)
         return Answer(head.status, b"", headers, relayed=True, complete=complete)
+
+    async def _collected(self, worker: Worker, connection: Connection) -> bytes:
+        try:
+            return await connection.collect(self.snap.settings.timeouts.first_byte_s, vllm.MAX_ANSWER)
+        except UpstreamError as e:
+            self.retries.failed(worker, e)
+            raise final("decode", e) from None
 
     def _count_output(self, connection: Connection, tracker: BodyTracker) -> None:
         """Output tokens from the usage at the end of the answer, else the number of events less [DONE]."""
