@@ -47,7 +47,10 @@ class Wire(asyncio.Transport):
         """End the connection once what has been sent is out."""
         if not self._ended:
             self._ended = True
-            asyncio.get_running_loop().call_later(_FLUSH_S, self._reset if how == "reset" else self._inner.close)
+            self._end_by(how)
+
+    def _end_by(self, how: Cut) -> None:
+        asyncio.get_running_loop().call_later(_FLUSH_S, self._reset if how == "reset" else self._inner.close)
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         faults = self._faults
@@ -82,8 +85,7 @@ class Wire(asyncio.Transport):
             await asyncio.sleep(0)
         self._pump = None
         if self._ended:
-            self._ended = False
-            self.cut(faults.cut)
+            self._end_by(faults.cut)
 
     def _reset(self) -> None:
         sock = self._inner.get_extra_info("socket")
@@ -98,8 +100,12 @@ class Wire(asyncio.Transport):
             self._pump = None
 
     def close(self) -> None:
+        """As the handler wishes, but a cut ends the connection in its own way, and one that stalls stays open."""
+        stall_at = self._faults.stall_at
+        if self._ended or (stall_at is not None and self._sent >= stall_at):
+            return
         if self._pump is not None:
-            self._pump.add_done_callback(lambda _: self._inner.close())
+            self._pump.add_done_callback(lambda _: self.close())
         else:
             self._inner.close()
 
@@ -128,13 +134,15 @@ class Wire(asyncio.Transport):
 class _Wired(asyncio.Protocol):
     """Hands a connection's events to the protocol behind it, with a Wire for its transport."""
 
-    def __init__(self, behind: asyncio.Protocol) -> None:
+    def __init__(self, behind: asyncio.Protocol, wires: set[Wire]) -> None:
         self._behind = behind
+        self._wires = wires
         self._wire: Wire | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclasses of asyncio's.
         self._wire = Wire(cast("asyncio.Transport", transport))
+        self._wires.add(self._wire)
         self._behind.connection_made(self._wire)
 
     def data_received(self, data: bytes) -> None:
@@ -152,9 +160,11 @@ class _Wired(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._wire is not None:
             self._wire.lost()
+            self._wires.discard(self._wire)
         self._behind.connection_lost(exc)
 
 
-async def serve(make: Callable[[], asyncio.Protocol], host: str, port: int) -> asyncio.Server:
-    """Listen; each connection gets a protocol of ``make`` behind a Wire."""
-    return await asyncio.get_running_loop().create_server(lambda: _Wired(make()), host, port, reuse_address=True)
+async def serve(make: Callable[[], asyncio.Protocol], wires: set[Wire], host: str, port: int) -> asyncio.Server:
+    """Listen; each connection gets a protocol of ``make`` behind a Wire, which is in ``wires`` while it lives."""
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(lambda: _Wired(make(), wires), host, port, reuse_address=True)

@@ -64,6 +64,7 @@ class Worker:
         self._engine: Engine | None = None
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
+        self._wires: set[wire.Wire] = set()
 
     @property
     def name(self) -> str:
@@ -119,7 +120,9 @@ class Worker:
         assert self._runner is not None
         assert self._runner.server is not None
         server = self._runner.server
-        self._listener = await wire.serve(lambda: cast("asyncio.Protocol", server()), self.spec.host, self.port)
+        self._listener = await wire.serve(
+            lambda: cast("asyncio.Protocol", server()), self._wires, self.spec.host, self.port
+        )
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def unlisten(self) -> None:
@@ -131,6 +134,8 @@ class Worker:
     async def stop(self) -> None:
         """Break all connections and lose the engine, as a killed server does."""
         self.unlisten()
+        for connection in list(self._wires):
+            connection.abort()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
