@@ -36,6 +36,7 @@ _LEASE_S: Final = 4.0
 _GROWTH_LIMIT: Final = 20 << 20
 _PAGE: Final = 4096
 _SHOWN: Final = 20
+_JOURNAL: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class _Chaos:
         # Signatures are waited for although no policy needs them: that path is to leak nothing either.
         self.eldrd.configure(
             capture={"dir": str((plan.out / "capture").absolute()), "max_bytes": 1 << 20},
-            signatures={"listen": hook, "wait_ms": 20},
+            # A small cache, so that its filling up is over before memory is measured.
+            signatures={"listen": hook, "wait_ms": 20, "cache_bytes": 1 << 20},
             timeouts={"connect_s": 1.0, "prefill_s": 1.0, "first_byte_s": 1.0, "idle_s": 1.0, "handoff_s": 3.0},
             retries={"attempts": 3},
             health={"interval_s": 0.2, "timeout_s": 2.0, "open_s": 0.1},
@@ -184,7 +186,7 @@ class _Chaos:
             finally:
                 for w in self._fleet.workers:
                     # Answers nobody has asked for by now belong to clients that have gone.
-                    while len(w.journal) > 4 * self._plan.parallel:
+                    while len(w.journal) > _JOURNAL:
                         del w.journal[next(iter(w.journal))]
 
     async def _restart(self, worker: Worker, rng: random.Random) -> None:
