@@ -132,10 +132,10 @@ class ClientPort:
     def detach(self) -> None:
         self._handler.upstream = None
 
-    def fail(self, message: str, *, whole_chunks: bool) -> None:
+    def fail(self, message: str, *, whole_events: bool) -> None:
         if self._transport.is_closing():
             return
-        if self._chunked and self._stream and whole_chunks:
+        if self._chunked and self._stream and whole_events:
             event = b"data: %b\n\n" % error_body(Failure(502, "BadGatewayError", message, outcome="decode_lost"))
             self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
             self._transport.close()

@@ -37,9 +37,9 @@ class Client(Protocol):
     def detach(self) -> None:
         """The relay is over."""
 
-    def fail(self, message: str, *, whole_chunks: bool) -> None:
+    def fail(self, message: str, *, whole_events: bool) -> None:
         """The worker was lost in the middle: end the client's stream so that it cannot be taken for complete.
-        whole_chunks: what has been written ends with a whole chunk."""
+        whole_events: what has been written ends with a whole event in plain text."""
 
 
 @dataclass(frozen=True, slots=True)

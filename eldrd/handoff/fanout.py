@@ -272,7 +272,7 @@ class _Merge:
         return total
 
     def fail(self, message: str) -> None:
-        self._client.fail(message, whole_chunks=True)
+        self._client.fail(message, whole_events=True)
 
     # -- flow control: the client's pauses are every part's (handoff.answer.Flow) -----------------------------------------
 
@@ -343,5 +343,5 @@ class _Part:
         if self._connection is not None:
             self._merge.discard(self._connection)
 
-    def fail(self, message: str, *, whole_chunks: bool) -> None:
+    def fail(self, message: str, *, whole_events: bool) -> None:
         """The merge tells the client once, for all parts."""

@@ -322,7 +322,7 @@ class _Way:
             record.outcome = f"decode_lost_{e.cause}"
             self.retries.failed(worker, e)
             message = "The decode worker was lost before the answer was complete."
-            client.fail(message, whole_chunks=tracker.between_chunks)
+            client.fail(message, whole_events=_whole_events(head, tracker, connection))
         finally:
             self.life.watch.remove(connection)
             client.detach()
@@ -352,3 +352,11 @@ class _Way:
         headers = self.request.passed_headers + self.snap.worker_headers
         head = vllm.post(self.request.path, worker.pool.netloc, id_, length, headers)
         return [head, *parts]
+
+
+def _whole_events(head: Head, tracker: BodyTracker, connection: Connection) -> bool:
+    """Whether an event of eldrd's own can follow what has been relayed: chunks may end inside an event, and into a
+    compressed stream nothing can be put."""
+    if head.get(b"content-encoding") is not None or not tracker.between_chunks:
+        return False
+    return tracker.chunks == 0 or b"".join(connection.tail).endswith((b"\n\n\r\n", b"\r\n\r\n\r\n"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import aiohttp
 import orjson
 import pytest
 from stage import CHAT, COMPLETIONS, ask, chat
@@ -81,6 +83,33 @@ async def test_s4_stream_without_its_end(stage: Stage, cut: str, at: int) -> Non
     assert b"[DONE]" not in reply.body
     if b'data: {"error"' in reply.body:
         assert orjson.loads(reply.events[-1])["error"]["code"] == 502
+
+
+@pytest.mark.parametrize("at", range(600, 640))
+async def test_s4_chunks_that_are_no_events(stage: Stage, at: int) -> None:
+    """Chunks of 7 bytes: where one ends is mostly the middle of an event, and no place for another."""
+    stage.fault(stage.decode, chunk=7, cut_at=at)
+    reply = await stage.post(ask(stream=True, max_tokens=50))
+    assert reply.cut
+    if b'data: {"error"' in reply.body:
+        for event in reply.events:
+            orjson.loads(event)
+
+
+async def test_s4_compressed_stream_without_its_end(stage: Stage) -> None:
+    """A plain error event would be no part of a compressed stream."""
+    stage.fault(stage.decode, gzip=True, die_after_chunks=3)
+    got = b""
+    async with (
+        aiohttp.ClientSession(auto_decompress=False) as http,
+        http.post(stage.eldrd.url + COMPLETIONS, json=ask(stream=True, max_tokens=200)) as r,
+    ):
+        with contextlib.suppress(aiohttp.ClientPayloadError):
+            async for part in r.content.iter_any():
+                got += part
+            pytest.fail("the stream looked whole")
+    assert got
+    assert b"error" not in got
 
 
 @pytest.mark.parametrize("stream", [False, True])
