@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import numpy as np
+import orjson
 import pytest
 
 from eldrd.signatures.cache import SignatureCache
@@ -53,13 +54,13 @@ async def listening(port: int) -> None:
 
 
 class Program:
-    """A program that ends with the ``async with`` block and listens from its start."""
+    """A program that runs while its ``async with`` block does, and listens on ``port``."""
 
     def __init__(self, *argv: object, port: int) -> None:
-        self._argv, self._port = [str(a) for a in argv], port
+        self._process = subprocess.Popen([str(a) for a in argv])
+        self._port = port
 
     async def __aenter__(self) -> None:
-        self._process = subprocess.Popen(self._argv)
         await listening(self._port)
 
     async def __aexit__(self, *_: object) -> None:
@@ -74,19 +75,19 @@ async def test_the_mocks_frames_are_exact_signatures(
     frames.write_frames(prompts, tmp_path / "frames.bin")
     taken, hook = receiver
     port = free_port()
-    async with Program(programs / "mock", "-H", f"{tmp_path / 'frames.bin'}:{hook}", f"{port}:p", port=port):
-        async with aiohttp.ClientSession() as session:
-            for turn in range(3):
-                id_ = f"{turn:032x}"
-                taken.expect(id_)
-                body = {"model": "mock", "prompt": "a", "kv_transfer_params": {"eldr_id": id_}}
-                async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as answer:
-                    assert (await answer.json())["kv_transfer_params"]["do_remote_prefill"] is True
-                signature = await taken.wait(id_, 5.0)
-                assert signature is not None
-                assert signature.state == "exact"
-                assert signature.geometry == frames.GEOMETRY
-                assert np.array_equal(signature.counts, prompts.signatures()[turn].reshape(-1))
+    mock = Program(programs / "mock", "-H", f"{tmp_path / 'frames.bin'}:{hook}", f"{port}:p", port=port)
+    async with mock, aiohttp.ClientSession() as session:
+        for turn in range(3):
+            id_ = f"{turn:032x}"
+            taken.expect(id_)
+            body = {"model": "mock", "prompt": "a", "kv_transfer_params": {"eldr_id": id_}}
+            async with session.post(f"http://127.0.0.1:{port}/v1/completions", data=orjson.dumps(body)) as answer:
+                assert (await answer.json())["kv_transfer_params"]["do_remote_prefill"] is True
+            signature = await taken.wait(id_, 5.0)
+            assert signature is not None
+            assert signature.state == "exact"
+            assert signature.geometry == frames.GEOMETRY
+            assert np.array_equal(signature.counts, prompts.signatures()[turn].reshape(-1))
 
 
 def test_prompts_choose_top_k_different_experts() -> None:
