@@ -33,13 +33,13 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """path and body; expected: the text a fault-free fleet answers, None where the body is no valid request; leaves: when
-    the client closes its connection; after: seconds (early) or bytes (mid_stream)."""
+    """path and body; expected: the texts a fault-free fleet answers by choice, None where the body is no valid request;
+    leaves: when the client closes its connection; after: seconds (early) or bytes (mid_stream)."""
 
     path: str
     body: bytes
     stream: bool
-    expected: str | None
+    expected: list[str] | None
     leaves: Leaves
     after: float
 
@@ -83,6 +83,10 @@ def make(model: EmulatedMoE, seed: int, index: int) -> Ask:
         body["stream"] = True
         if rng.random() < 0.3:
             body["stream_options"] = {"include_usage": True}
+    if rng.random() < 0.06:
+        body["n"] = rng.randint(2, 4)
+    elif not chat and rng.random() < 0.04:
+        body["prompt"] = [prompt, f"{prompt} too"]
     if rng.random() < 0.1:
         body["stop"] = [rng.choice("aeiou")]
     if rng.random() < 0.3:
@@ -94,7 +98,7 @@ def make(model: EmulatedMoE, seed: int, index: int) -> Ask:
     data = orjson.dumps(body)
     try:
         call = parse(data, chat=chat, model=model)
-        expected = "".join(outputs(call, model)[0].pieces)
+        expected = ["".join(o.pieces) for o in outputs(call, model)]
     except ApiError:
         expected = None
     leaves: Leaves = rng.choices(("never", "in_the_body", "early", "mid_stream"), (80, 3, 8, 9))[0]
@@ -168,7 +172,11 @@ def check(ask: Ask, fate: Fate, sent: bytes | None) -> str:
             return "ok_at_prefill"
         raise Wrong("an invalid request was answered 200")
     body, ended_by_us = fate.body, False
-    if sent is None:
+    if len(ask.expected) > 1:
+        # Merged of several workers' answers: the texts tell.
+        if ask.stream and fate.cut:
+            body, ended_by_us = _without_our_error(body, whole=not fate.left)
+    elif sent is None:
         if fate.headers.get("x-eldrd-decode") is not None and fate.id is not None:
             raise Wrong("the decode worker it names has not sent it")
         if fate.cut and fate.id is not None:
@@ -180,15 +188,20 @@ def check(ask: Ask, fate: Fate, sent: bytes | None) -> str:
             raise Wrong(f"byte {_differ(sent, body)} of {len(body)} is not what the decode worker sent")
     elif body != sent:
         raise Wrong(f"whole, but byte {_differ(sent, body)} of {len(body)} is not what the decode worker sent")
-    text = _text(body)
-    if not ask.expected.startswith(text) and not text.startswith(TEXTS):
-        raise Wrong("the text is another request's")
+    texts = _texts(body)
+    for index, text in texts.items():
+        if not ask.expected[index].startswith(text) and not text.startswith(TEXTS):
+            raise Wrong(f"the text of choice {index} is another request's")
     if fate.left:
         return "left"
     if fate.cut:
         return "lost_with_event" if ended_by_us else "lost"
     if ask.stream and not body.endswith(b"data: [DONE]\n\n"):
         raise Wrong("a stream ended as if whole, without [DONE]")
+    if len(texts) != len(ask.expected):
+        raise Wrong(f"{len(texts)} of {len(ask.expected)} choices")
+    if len(texts) > 1:
+        return "ok_merged"
     return "ok" if sent is not None else "ok_at_prefill"
 
 
@@ -220,11 +233,13 @@ def _without_our_error(body: bytes, *, whole: bool) -> tuple[bytes, bool]:
             raise Wrong("eldrd's error event is broken") from None
         if code != 502 or not tail.endswith(b"\n\n"):
             raise Wrong("eldrd's error event is another")
+        if head and not head.endswith(b"\n\n"):
+            raise Wrong("eldrd's error event is inside another")
     return head, True
 
 
-def _text(body: bytes) -> str:
-    """The text of all whole events, or of a whole answer; of a cut one none."""
+def _texts(body: bytes) -> dict[int, str]:
+    """The text of each choice in all whole events, or in a whole answer; of a cut one none."""
     if body.startswith(b"data: "):
         events = [e.removeprefix(b"data: ") for e in body.split(b"\n\n")[:-1]]
         objects = [orjson.loads(e) for e in events if e != b"[DONE]"]
@@ -233,12 +248,13 @@ def _text(body: bytes) -> str:
             objects = [orjson.loads(body)]
         except orjson.JSONDecodeError:
             objects = []
-    out = []
+    out: dict[int, str] = {}
     for o in objects:
         for choice in o.get("choices", ()):
             part = choice.get("delta") or choice.get("message") or choice
-            out.append(part.get("text") or part.get("content") or "")
-    return "".join(out)
+            index = choice["index"]
+            out[index] = out.get(index, "") + (part.get("text") or part.get("content") or "")
+    return out
 
 
 def _differ(a: bytes, b: bytes) -> int:
