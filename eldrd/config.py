@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 PREFIX = "ELDRD_"
 
-DecodePolicy = Literal["random", "round_robin", "jsq", "p2c", "eldr"]
+DecodePolicy = Literal["random", "round_robin", "jsq", "p2c", "domain", "eldr", "union", "guarded_band"]
 PrefillPolicy = Literal["prefix_hash", "jsq", "round_robin"]
 
 
@@ -126,10 +126,30 @@ class Prefill(_Pool):
 class Decode(_Pool):
     policy: DecodePolicy = Field("jsq", description="how a decode worker is chosen")
     tau: float = Field(0.1, ge=0, le=2, description="width of the locality band in cosine units")
+    second_nearest: bool = Field(False, description="eldr: the second nearest worker joins a band of one")
+
+
+class Domain(Section):
+    workers: dict[str, tuple[Name, ...]] = Field({}, description="decode workers of each X-Eldrd-Label")
+
+
+class Union(Section):
+    base_ms: float = Field(5.5, ge=0, le=10_000, description="time of a decode step that reads no expert")
+    expert_ms: float = Field(0.2, ge=0, le=1_000, description="time that one more active expert in every layer adds")
+    request_ms: float = Field(0.06, ge=0, le=1_000, description="time that one more request adds")
+    learn: bool = Field(True, description="fit the three above to each worker's measured TPOT")
+    weight: float = Field(1.0, ge=0, le=100, description="of what others lose against what the request itself gets")
+    ep_ranks: int = Field(1, ge=1, le=1024, description="expert-parallel ranks of a worker, with consecutive experts")
+    rank_map: str = Field("", description="safetensors file with ranks [L, E], where experts are not consecutive")
+
+
+class Guarded(Section):
+    guard: float = Field(0.1, ge=0, le=100, description="workers above (1 + guard) * mean + 1 in flight are left out")
+    tau: float = Field(0.2, ge=0, le=2, description="width of guarded_band's locality band in cosine units")
 
 
 class Partitions(Section):
-    file: str = Field("", description="partition file written by `eldrd fit`; needed by the policy eldr")
+    file: str = Field("", description="partition file written by `eldrd fit`; for eldr and guarded_band")
 
 
 class Signatures(Section):
@@ -188,6 +208,9 @@ class Settings(BaseSettings):
     models: tuple[Model, ...] = ()
     prefill: Prefill
     decode: Decode
+    domain: Domain = Domain()
+    union: Union = Union()
+    guarded: Guarded = Guarded()
     partitions: Partitions = Partitions()
     signatures: Signatures = Signatures()
     capture: Capture = Capture()
@@ -218,11 +241,21 @@ class Settings(BaseSettings):
         double = next((n for n in names if names.count(n) > 1), None)
         if double is not None:
             raise ValueError(f"prefill and decode workers share the name {double!r}; each must have its own")
-        if self.decode.policy == "eldr":
-            if not self.partitions.file:
-                raise ValueError("decode.policy = 'eldr' needs partitions.file")
-            if not self.signatures.listen:
-                raise ValueError("decode.policy = 'eldr' needs signatures.listen, where the hooks connect")
+        policy = self.decode.policy
+        if policy == "eldr" and not self.partitions.file:
+            raise ValueError("decode.policy = 'eldr' needs partitions.file")
+        if policy in ("eldr", "union", "guarded_band") and not self.signatures.listen:
+            raise ValueError(f"decode.policy = {policy!r} needs signatures.listen, where the hooks connect")
+        if policy == "domain" and not self.domain.workers:
+            raise ValueError("decode.policy = 'domain' needs domain.workers")
+        known = {w.name for w in self.decode.workers}
+        for label, workers in self.domain.workers.items():
+            if not workers or not known.issuperset(workers):
+                raise ValueError(f"domain.workers.{label} = {list(workers)}: must be names of decode workers")
+        if not self.union.expert_ms and not self.union.request_ms:
+            raise ValueError("union.expert_ms and union.request_ms must not both be 0")
+        if self.union.ep_ranks > 1 and self.union.rank_map:
+            raise ValueError("union.ep_ranks and union.rank_map exclude each other")
         if self.capture.dir and not self.signatures.listen:
             raise ValueError("capture.dir needs signatures.listen, where the hooks connect")
         return self
@@ -326,6 +359,7 @@ def _resolved(settings: Settings, base: Path) -> Settings:
     return settings.model_copy(
         update={
             "partitions": settings.partitions.model_copy(update={"file": absolute(settings.partitions.file)}),
+            "union": settings.union.model_copy(update={"rank_map": absolute(settings.union.rank_map)}),
             "capture": settings.capture.model_copy(update={"dir": absolute(settings.capture.dir)}),
             "auth": settings.auth.model_copy(
                 update={key: absolute(getattr(settings.auth, key)) for key in ("client_keys_file", "worker_key_file")}

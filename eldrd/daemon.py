@@ -29,6 +29,8 @@ from eldrd.handoff.lifecycle import Lifecycle
 from eldrd.handoff.snapshot import Snapshot
 from eldrd.partitions import file as partition_file
 from eldrd.routing import build as routing
+from eldrd.routing.ranks import load_ranks
+from eldrd.routing.steptime import StepTime
 from eldrd.signatures import cache as signature_cache
 from eldrd.signatures.receiver import SignatureReceiver
 from eldrd.signatures.recorder import Recorder
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from eldrd.config import Settings
     from eldrd.fleet.worker import Role
     from eldrd.partitions.file import Partition
+    from eldrd.routing.policy import Policy
     from eldrd.signatures.receiver import Signature
     from eldrd.telemetry.metrics import Sample
 
@@ -136,10 +139,7 @@ class Daemon:
         before = self._snapshot
         workers: dict[tuple[str, str, str], Worker] = {}
         pools: dict[str, Pool] = {}
-        names = [w.name for w in settings.decode.workers]
-        policy = routing.build(
-            settings.decode.policy, partition=partition, workers=names, tau=settings.decode.tau, seed=None
-        )
+        options = await asyncio.to_thread(self._options, settings)
         prefill_names = [w.name for w in settings.prefill.workers]
         prefill_policy = routing.build_prefill(settings.prefill.policy, workers=prefill_names)
         roles: tuple[Role, ...] = ("prefill", "decode")
@@ -152,6 +152,7 @@ class Daemon:
                 workers[key] = worker
                 row.append(worker)
             pools[role] = Pool(self._table, tuple(row))
+        policy = self._policy(settings, partition, options, [w.slot for w in pools["decode"].workers])
         removed = [worker for key, worker in self._workers.items() if key not in workers]
         self._workers = workers
         self._watch.idle_s = settings.timeouts.idle_s
@@ -175,6 +176,40 @@ class Daemon:
         self._metrics.generation.set(self._snapshot.generation)
         self._prober.watch(workers.values(), settings.health, worker_keys)
         await self._switch_capture(settings, before)
+
+    def _options(self, settings: Settings) -> routing.Options:
+        """What the policies are told; reads the rank map, so runs off the loop."""
+        u = settings.union
+        try:
+            return routing.Options(
+                second_nearest=settings.decode.second_nearest,
+                labels=settings.domain.workers,
+                step=StepTime(u.base_ms, u.expert_ms, u.request_ms),
+                learn=u.learn,
+                weight=u.weight,
+                ranks=load_ranks(Path(u.rank_map)) if u.rank_map else u.ep_ranks,
+                guard=settings.guarded.guard,
+                guarded_tau=settings.guarded.tau,
+            )
+        except ValueError as e:
+            raise config.ConfigError(f"{self._path}: union.rank_map: {e}") from None
+
+    def _policy(
+        self, settings: Settings, partition: Partition | None, options: routing.Options, slots: list[int]
+    ) -> Policy:
+        """The decode policy, which takes over what the one before knows of running requests."""
+        try:
+            return routing.build(
+                settings.decode.policy,
+                partition=partition,
+                workers=[w.name for w in settings.decode.workers],
+                tau=settings.decode.tau,
+                options=options,
+                slots=slots,
+                before=self._snapshot and self._snapshot.decode_policy,
+            )
+        except ValueError as e:
+            raise config.ConfigError(f"{self._path}: decode.policy = {settings.decode.policy!r}: {e}") from None
 
     def _partition(self, settings: Settings) -> Partition | None:
         """Read and check the partition file; runs off the loop."""
@@ -284,6 +319,27 @@ class Daemon:
             lambda: [((), float(self._admission.waiting))],
         )
         live("eldrd_log_lines_dropped", "Log lines dropped.", (), lambda: [((), float(logs.dropped()))])
+
+        def of_policy(names: tuple[str, ...]) -> Iterable[Sample]:
+            snapshot = self.current()
+            for figure in snapshot.decode_policy.figures():
+                if figure.name in names:
+                    worker = snapshot.decode.workers[figure.worker].name
+                    yield (worker, figure.name) if len(names) > 1 else (worker,), figure.value
+
+        terms = ("base_ms", "expert_ms", "request_ms")
+        live(
+            "eldrd_expected_active_experts",
+            "Distinct experts of a decode step as the policy expects them, mean a layer.",
+            ("worker",),
+            lambda: of_policy(("active_experts",)),
+        )
+        live(
+            "eldrd_step_time_coefficient",
+            "Milliseconds of a decode step, by term, as given or learned.",
+            ("worker", "term"),
+            lambda: of_policy(terms),
+        )
 
         def of_cache(name: str) -> None:
             text = f"Signature cache: {name} (rows)."

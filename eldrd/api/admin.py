@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from eldrd import __version__
@@ -112,7 +112,7 @@ class Admin:
         ]
 
     def handoffs(self) -> dict[str, Any]:
-        now = asyncio.get_running_loop().time()
+        now = monotonic()
         return {
             "open": [{"id": h.id, "prefill": h.prefill, "age_s": round(now - h.opened, 3)} for h in self._ledger],
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -114,7 +115,7 @@ class App:
         self, http: web.BaseRequest, path: str, snapshot: Snapshot, allowed: list[tuple[bytes, bytes]]
     ) -> web.StreamResponse:
         """One completion, from its body to its end; metrics and the log line are written here whatever happens."""
-        record = Record(arrived=asyncio.get_running_loop().time())
+        record = Record(arrived=monotonic())
         request: Request | None = None
         port: ClientPort | None = None
         self.running += 1
@@ -147,7 +148,7 @@ class App:
             self._ended(path, request, snapshot, record)
 
     def _ended(self, path: str, request: Request | None, snapshot: Snapshot, record: Record) -> None:
-        now = record.ended or asyncio.get_running_loop().time()
+        now = record.ended or monotonic()
         metrics = self._metrics
         metrics.requests.labels(path, record.status, record.outcome).inc()
         if request is None:

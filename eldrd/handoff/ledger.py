@@ -14,7 +14,7 @@ OUTCOMES: tuple[Outcome, ...] = ("consumed", "released", "expired", "lost")
 
 
 class HandOff:
-    """Transfer params of one finished prefill. opened: loop time of the prefill's answer; given: a decode worker has been
+    """Transfer params of one finished prefill. opened: time.monotonic of the prefill's answer; given: a decode worker has been
     sent them and may be reading the blocks; releasing: it is being given back."""
 
     __slots__ = ("_ledger", "given", "id", "opened", "outcome", "params", "prefill", "releasing")

@@ -6,7 +6,8 @@ Every way out of here ends the leases and the hand-off; what cannot be answered 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from eldrd.routing.policy import Decision
     from eldrd.signatures.receiver import Signature, SignatureReceiver
     from eldrd.telemetry.metrics import Metrics
+
+
+# A shorter answer's mean gap says more of its first events than of the worker's steps.
+_TPOT_TOKENS: Final = 16
 
 
 class _PrefillAgainError(Exception):
@@ -81,7 +86,6 @@ class _Way:
         "attempt",
         "client",
         "life",
-        "loop",
         "record",
         "request",
         "retries",
@@ -96,7 +100,6 @@ class _Way:
         self.snap = snap
         self.client = client
         self.record = record
-        self.loop = asyncio.get_running_loop()
         self.attempt = 0
         self.retries = Retries(snap.settings, life.metrics, record)
         self.signature: Signature | None = None
@@ -139,12 +142,12 @@ class _Way:
                 early = self._early(answer, headers)
                 if early is not None:
                     if params is not None:
-                        unused = self.life.ledger.open(eldr_id, worker.name, params, self.loop.time())
+                        unused = self.life.ledger.open(eldr_id, worker.name, params, monotonic())
                         self.life.releaser.release(unused, self.snap)
                     return early
                 if params is None:
                     raise bad_gateway("prefill", "no_transfer_params")
-                hand_off = self.life.ledger.open(eldr_id, worker.name, params, self.loop.time())
+                hand_off = self.life.ledger.open(eldr_id, worker.name, params, monotonic())
                 return hand_off
             except UpstreamError as e:
                 self.retries.again("prefill", e)
@@ -167,7 +170,7 @@ class _Way:
         lease = self.life.table.lease(worker)
         connection: Connection | None = None
         adopted = False
-        started = self.loop.time()
+        started = monotonic()
         try:
             connection = await worker.pool.get()
             head = await connection.send(self._post(worker, eldr_id, [body]), limit_s)
@@ -186,7 +189,7 @@ class _Way:
                 if connection is not None:
                     connection.release()
                 lease.end()
-        record.prefilled = self.loop.time()
+        record.prefilled = monotonic()
         self.life.metrics.prefill.observe(record.prefilled - started)
         return head.status, head.end_to_end, answer, worker
 
@@ -213,10 +216,10 @@ class _Way:
         return Answer(200, events, [(b"content-type", b"text/event-stream; charset=utf-8")])
 
     async def _signature(self, eldr_id: str) -> Signature | None:
-        started = self.loop.time()
+        started = monotonic()
         signature = await self.life.receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)
         self.life.receiver.forget(eldr_id)
-        self.life.metrics.signature_wait.observe(self.loop.time() - started)
+        self.life.metrics.signature_wait.observe(monotonic() - started)
         self.record.signature = "missing" if signature is None else signature.state
         return signature
 
@@ -225,11 +228,11 @@ class _Way:
     async def _decode(self, hand_off: HandOff) -> Answer:
         """The decode leg; another worker while the hand-off is untouched and young. Raises _PrefillAgainError."""
         while True:
-            if self.loop.time() - hand_off.opened > self.snap.settings.timeouts.handoff_s:
+            if monotonic() - hand_off.opened > self.snap.settings.timeouts.handoff_s:
                 hand_off.end("expired")
                 self.retries.spend("decode", "handoff_expired")
                 raise _PrefillAgainError
-            worker = self._decide()
+            worker, running = self._decide()
             lease = self.life.table.lease(worker)
             connection: Connection | None = None
             try:
@@ -269,32 +272,42 @@ class _Way:
                 if connection is not None:
                     connection.release()
                 lease.end()
+                self.snap.decode_policy.ended(running, self.loop.time(), self._tpot())
 
     def _prefill_is_gone(self) -> bool:
         """Whether the worker that holds this request's KV has died since."""
         return not any(w.usable for w in self.snap.prefill.workers if w.name == self.record.prefill)
 
-    def _decide(self) -> Worker:
+    def _tpot(self) -> float | None:
+        """Mean seconds a token of an answer that was streamed to its end, if it is long enough to say."""
+        record = self.record
+        if not self.request.stream or record.outcome or record.output_tokens < _TPOT_TOKENS or not record.ended:
+            return None
+        return (record.ended - record.first) / (record.output_tokens - 1)
+
+    def _decide(self) -> tuple[Worker, object]:
+        """The decode worker, and the policy's admission of the request there, which must be ended."""
         snap, record = self.snap, self.record
         signature = self.signature
         counts: NDArray[np.int32] | None = None
+        tokens = 0
         if snap.decode_policy.wants_signature and signature is not None and signature.state == "exact":
             if snap.partition is None or snap.partition.geometry == signature.geometry:
-                counts = signature.counts
+                counts, tokens = signature.counts.reshape(signature.geometry.shape), signature.tokens
             else:
                 record.signature = "mismatch"
         try:
             decision: Decision = snap.decode_policy.choose(
-                snap.decode.in_flight(), self.retries.usable(snap.decode), counts
+                snap.decode.in_flight(), self.retries.usable(snap.decode), counts, tokens, self.request.label
             )
         except NoWorkerError:
             raise no_worker("decode") from None
         worker = snap.decode.workers[decision.worker]
         record.decode, record.decode_reason = worker.name, decision.reason
         record.score, record.candidates = decision.score, decision.candidates
-        record.decided = self.loop.time()
+        record.decided = monotonic()
         self.life.metrics.routed.labels("decode", worker.name, decision.reason).inc()
-        return worker
+        return worker, snap.decode_policy.admitted(decision.worker, counts, tokens, record.decided)
 
     async def _relay(self, worker: Worker, connection: Connection, head: Head) -> Answer:
         client, record = self.client, self.record
@@ -303,7 +316,7 @@ class _Way:
         headers = [*head.end_to_end, (b"x-eldrd-decode", worker.name.encode())]
         if head.status != 200 or not client.can_relay(tracker):
             body = await self._collected(worker, connection)
-            record.first = self.loop.time()
+            record.first = monotonic()
             return Answer(head.status, body, headers)
         if self.request.stream and vllm.failed_stream(connection.peek()):
             body = await self._collected(worker, connection)
@@ -311,7 +324,7 @@ class _Way:
             return Answer(status, error, [(b"content-type", b"application/json"), *headers[-1:]])
         write = client.start(head, tracker, headers, connection.take())
         done = connection.relay(write)
-        record.first = self.loop.time()
+        record.first = monotonic()
         client.attach(connection)
         self.life.watch.add(connection)
         complete = True
@@ -339,7 +352,7 @@ class _Way:
     def _count_output(self, connection: Connection, tracker: BodyTracker) -> None:
         """Output tokens from the usage at the end of the answer, else the number of events less [DONE]."""
         record = self.record
-        record.ended = self.loop.time()
+        record.ended = monotonic()
         record.events = max(0, tracker.chunks - 1) if self.request.stream else 0
         tokens = vllm.completion_tokens(b"".join(connection.tail))
         record.output_tokens = record.events if tokens is None else tokens

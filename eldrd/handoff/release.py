@@ -9,6 +9,7 @@ worker's blocks without moving or computing anything. Never used once a decode w
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -95,7 +96,7 @@ class Releaser:
             answer = orjson.loads(body) if head.status == 200 else {}
             params = vllm.transfer_params(answer) if isinstance(answer, dict) else None
             if params is not None:
-                hand_off = self._ledger.open(id_, worker.name, params, asyncio.get_running_loop().time())
+                hand_off = self._ledger.open(id_, worker.name, params, monotonic())
                 self.release(hand_off, snap)
         except (UpstreamError, TimeoutError, orjson.JSONDecodeError):
             pass

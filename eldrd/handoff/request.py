@@ -38,7 +38,8 @@ class Request:
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one request's way; becomes its log line and its metrics. Times are loop seconds, 0.0: not reached."""
+    """What is known of one request's way; becomes its log line and its metrics. Times are of time.monotonic, since uvloop's
+    clock counts whole milliseconds; 0.0: not reached."""
 
     arrived: float
     prefill: str = ""

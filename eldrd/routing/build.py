@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
-from eldrd.routing import load, locality, prefill
+from eldrd.routing import load, locality, prefill, union
+from eldrd.routing.domain import Domain
+from eldrd.routing.steptime import StepTime
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from eldrd.partitions.file import Partition
     from eldrd.routing.policy import Policy
     from eldrd.routing.prefill import PrefillPolicy
 
-POLICIES: Final[tuple[str, ...]] = ("random", "round_robin", "jsq", "p2c", "eldr")
+POLICIES: Final[tuple[str, ...]] = ("random", "round_robin", "jsq", "p2c", "domain", "eldr", "union", "guarded_band")
+# Those that read a partition; eldr falls back to jsq without one, guarded_band does without its band.
+WITH_PARTITION: Final = frozenset({"eldr", "guarded_band"})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a policy may be told beside eldr's tau; each is read by the policies its class documents.
+
+    second_nearest: LocalityBand; labels: Domain; step, learn, weight, ranks: Union; guard, guarded_tau: GuardedBand.
+    """
+
+    second_nearest: bool = False
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    step: StepTime = field(default_factory=StepTime)
+    learn: bool = True
+    weight: float = 1.0
+    ranks: NDArray[np.integer[Any]] | int = 1
+    guard: float = 0.1
+    guarded_tau: float = 0.2
 
 
 def build(
-    name: str, *, partition: Partition | None, workers: Sequence[str], tau: float, seed: int | None = None
+    name: str,
+    *,
+    partition: Partition | None,
+    workers: Sequence[str],
+    tau: float,
+    seed: int | None = None,
+    options: Options | None = None,
+    slots: Sequence[int] | None = None,
+    before: Policy | None = None,
 ) -> Policy:
     """The policy of that name over decode workers in row order.
 
-    partition and tau concern ``eldr`` alone, which falls back to jsq without a partition; seed makes ``random`` and
-    ``p2c`` repeatable. Raises ValueError for an unknown name, a tau outside 0..2 or a partition of other workers.
+    tau: eldr's; seed makes ``random`` and ``p2c`` repeatable; slots: each worker's own number, never another's, by which
+    state is kept over ``before``, the policy that this one takes over from (None: rows). Raises ValueError for an
+    unknown name, an option out of its bounds or a partition of other workers.
     """
+    options = options or Options()
+    slots = range(len(workers)) if slots is None else slots
     match name:
         case "random":
             return load.Random(seed)
@@ -33,8 +69,32 @@ def build(
             return load.ShortestQueue()
         case "p2c":
             return load.PowerOfTwo(seed)
+        case "domain":
+            return Domain(workers, options.labels)
         case "eldr":
-            return locality.LocalityBand(partition, workers, tau)
+            return locality.LocalityBand(partition, workers, tau, second_nearest=options.second_nearest)
+        case "union":
+            return union.Union(
+                slots,
+                options.step,
+                learn=options.learn,
+                weight=options.weight,
+                ranks=options.ranks,
+                before=before,
+            )
+        case "guarded_band":
+            return union.GuardedBand(
+                slots,
+                options.step,
+                partition=partition,
+                workers=workers,
+                guard=options.guard,
+                tau=options.guarded_tau,
+                learn=options.learn,
+                weight=options.weight,
+                ranks=options.ranks,
+                before=before,
+            )
     raise ValueError(f"policy is {name!r}, expected one of {', '.join(POLICIES)}")
 
 
@@ -54,3 +114,4 @@ def warm_up() -> None:
     """Compile every policy's kernels, so that no request waits for it. Seconds when cold."""
     load.warm_up()
     locality.warm_up()
+    union.warm_up()

@@ -8,65 +8,77 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numba import njit
 
-from eldrd.routing.policy import Decision, NoWorkerError
+from eldrd.routing.policy import Decision, NoWorkerError, Policy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Random:
+class Random(Policy):
     """Any usable worker, evenly. seed: None draws one from the OS."""
 
     name: ClassVar[str] = "random"
-    wants_signature: ClassVar[bool] = False
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)  # noqa: S311, not a secret
 
     def choose(
-        self, in_flight: NDArray[np.int32], usable: NDArray[np.bool_], counts: NDArray[np.int32] | None = None
+        self,
+        in_flight: NDArray[np.int32],
+        usable: NDArray[np.bool_],
+        counts: NDArray[np.int32] | None = None,
+        tokens: int = 0,
+        label: str | None = None,
     ) -> Decision:
-        """See Policy; ``counts`` is not read."""
-        del counts
+        """See Policy; the request is not looked at."""
+        del counts, tokens, label
         rows = usable_rows(usable)
         worker = self._random.choice(rows)
         return Decision(worker, float(in_flight[worker]), len(rows), self.name)
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """The next usable worker in row order."""
 
     name: ClassVar[str] = "round_robin"
-    wants_signature: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._next = 0
 
     def choose(
-        self, in_flight: NDArray[np.int32], usable: NDArray[np.bool_], counts: NDArray[np.int32] | None = None
+        self,
+        in_flight: NDArray[np.int32],
+        usable: NDArray[np.bool_],
+        counts: NDArray[np.int32] | None = None,
+        tokens: int = 0,
+        label: str | None = None,
     ) -> Decision:
-        """See Policy; ``counts`` is not read."""
-        del counts
+        """See Policy; the request is not looked at."""
+        del counts, tokens, label
         rows = usable_rows(usable)
         worker = next((row for row in rows if row >= self._next), rows[0])
         self._next = worker + 1
         return Decision(worker, float(in_flight[worker]), len(rows), self.name)
 
 
-class ShortestQueue:
+class ShortestQueue(Policy):
     """The usable worker with the fewest requests in flight (join the shortest queue); ties take turns."""
 
     name: ClassVar[str] = "jsq"
-    wants_signature: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._next = 0
 
     def choose(
-        self, in_flight: NDArray[np.int32], usable: NDArray[np.bool_], counts: NDArray[np.int32] | None = None
+        self,
+        in_flight: NDArray[np.int32],
+        usable: NDArray[np.bool_],
+        counts: NDArray[np.int32] | None = None,
+        tokens: int = 0,
+        label: str | None = None,
     ) -> Decision:
-        """See Policy; ``counts`` is not read."""
-        del counts
+        """See Policy; the request is not looked at."""
+        del counts, tokens, label
         return self.choose_because(self.name, in_flight, usable)
 
     def choose_because(self, reason: str, in_flight: NDArray[np.int32], usable: NDArray[np.bool_]) -> Decision:
@@ -79,20 +91,24 @@ class ShortestQueue:
         return Decision(worker, float(in_flight[worker]), candidates, reason)
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """The less loaded of two usable workers drawn at random (Mitzenmacher 2001). seed: None draws one from the OS."""
 
     name: ClassVar[str] = "p2c"
-    wants_signature: ClassVar[bool] = False
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)  # noqa: S311, not a secret
 
     def choose(
-        self, in_flight: NDArray[np.int32], usable: NDArray[np.bool_], counts: NDArray[np.int32] | None = None
+        self,
+        in_flight: NDArray[np.int32],
+        usable: NDArray[np.bool_],
+        counts: NDArray[np.int32] | None = None,
+        tokens: int = 0,
+        label: str | None = None,
     ) -> Decision:
-        """See Policy; ``counts`` is not read."""
-        del counts
+        """See Policy; the request is not looked at."""
+        del counts, tokens, label
         rows = usable_rows(usable)
         drawn = self._random.sample(rows, min(2, len(rows)))
         worker = min(drawn, key=in_flight.__getitem__)
