@@ -122,7 +122,8 @@ async def serve(request: Request, client: Client, record: Record, part: Serve) -
 async def _one(merge: _Merge, index: int, request: Request, record: Record, part: Serve) -> None:
     answer = await part(request, _Part(merge, index), record)
     if answer.relayed:
-        if not answer.complete:
+        # Without [DONE] it has lost events, for example in a coding that is not taken off.
+        if not answer.complete or index not in merge.ended:
             raise _LostError
     elif answer.status != 200:
         raise _RefusedError(answer)
@@ -172,6 +173,8 @@ class _Merge:
         self._usage: dict[int, dict[str, Any]] = {}
         self._connections: set[Connection] = set()
         self._paused = False
+        # Parts whose [DONE] has come.
+        self.ended: set[int] = set()
         self.whole: dict[int, dict[str, Any]] = {}
         self.headers: list[tuple[bytes, bytes]] = []
 
@@ -183,6 +186,7 @@ class _Merge:
         """Pass on the events of one part. An error event ends the part."""
         for data in events:
             if data == DONE:
+                self.ended.add(index)
                 continue
             try:
                 event = orjson.loads(data)

@@ -24,9 +24,15 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
-def ask(n: int = 40, **more: Any) -> dict[str, Any]:
-    """A completion request with a prompt of ``n`` words; 12 tokens, unless ``more`` says otherwise."""
-    return {"model": MODEL, "prompt": " ".join(f"w{i}" for i in range(n)), "max_tokens": 12, "ignore_eos": True, **more}
+def ask(words: int = 40, /, **more: Any) -> dict[str, Any]:
+    """A completion request with a prompt of so many words; 12 tokens, unless ``more`` says otherwise."""
+    return {
+        "model": MODEL,
+        "prompt": " ".join(f"w{i}" for i in range(words)),
+        "max_tokens": 12,
+        "ignore_eos": True,
+        **more,
+    }
 
 
 def chat(**more: Any) -> dict[str, Any]:

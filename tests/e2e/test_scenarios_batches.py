@@ -148,3 +148,14 @@ async def test_b2_client_leaves(stage: Stage) -> None:
     await stage.leave(body, lambda: sum(d.engine.decode.running for d in stage.decode) == 4)
     await until(lambda: not any(d.engine.decode.running for d in stage.decode), 1.5)
     assert stage.ends() == {"consumed": 4}
+
+
+@pytest.mark.parametrize("faults", [{"gzip": True}, {"die_after_chunks": 3}, {"die_after_chunks": 3, "cut": "close"}])
+async def test_b2_one_of_four_is_lost(stage: Stage, faults: dict[str, Any]) -> None:
+    """A choice that cannot be read to its end is missing: the stream ends with an error, never as if whole."""
+    stage.fault(stage.decode[:1], **faults)
+    reply = await stage.post(ask(n=4, seed=1, max_tokens=50, stream=True))
+    assert b"[DONE]" not in reply.body
+    assert reply.cut or reply.status == 502
+    assert orjson.loads(reply.events[-1])["error"]["code"] == 502
+    await until(lambda: not any(d.engine.decode.running for d in stage.decode), 1.5)
