@@ -206,7 +206,7 @@ class Daemon:
                 tau=settings.decode.tau,
                 options=options,
                 slots=slots,
-                before=self._snapshot and self._snapshot.decode_policy,
+                before=self._snapshot.decode_policy if self._snapshot else None,
             )
         except ValueError as e:
             raise config.ConfigError(f"{self._path}: decode.policy = {settings.decode.policy!r}: {e}") from None

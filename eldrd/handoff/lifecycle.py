@@ -272,7 +272,7 @@ class _Way:
                 if connection is not None:
                     connection.release()
                 lease.end()
-                self.snap.decode_policy.ended(running, self.loop.time(), self._tpot())
+                self.snap.decode_policy.ended(running, monotonic(), self._tpot())
 
     def _prefill_is_gone(self) -> bool:
         """Whether the worker that holds this request's KV has died since."""

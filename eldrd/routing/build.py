@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from eldrd.routing import load, locality, prefill, union
 from eldrd.routing.domain import Domain
@@ -36,7 +36,7 @@ class Options:
     step: StepTime = field(default_factory=StepTime)
     learn: bool = True
     weight: float = 1.0
-    ranks: NDArray[np.integer[Any]] | int = 1
+    ranks: NDArray[np.int32] | int = 1
     guard: float = 0.1
     guarded_tau: float = 0.2
 

@@ -95,7 +95,7 @@ def test_refusals() -> None:
     for tau in (-0.1, 2.1, float("nan")):
         with pytest.raises(ValueError, match=r"expected 0\.\.2"):
             LocalityBand(None, ["d0"], tau)
-    with pytest.raises(ValueError, match="policy is 'x', expected one of random, round_robin, jsq, p2c, eldr"):
+    with pytest.raises(ValueError, match="policy is 'x', expected one of random, round_robin, jsq, p2c, domain, eldr, union, guarded_band"):
         build_module.build("x", partition=None, workers=["d0"], tau=0.1)
     with pytest.raises(ValueError, match="usable has 2 workers, the partition 3"):
         LocalityBand(partition(3), ["d0", "d1", "d2"], 0.1).choose(
