@@ -62,6 +62,11 @@ class _Pending:
     tail: NDArray[np.unsignedinteger[Any]] = field(default_factory=lambda: _NO_TAIL)
     tokens: int = 0
 
+    @property
+    def whole(self) -> bool:
+        """Whether there is a signature and no row of it is lacking."""
+        return self.signature is not None and self.peer is None
+
 
 class SignatureReceiver:
     """Takes frames, fills the cache, and answers ``wait`` with the signature of an expected request."""
@@ -136,14 +141,21 @@ class SignatureReceiver:
     async def wait(self, eldr_id: str, timeout_s: float) -> Signature | None:
         """The signature of an expected request, waiting up to ``timeout_s``; None if the hook's record has not come."""
         pending = self._pending[eldr_id]
-        if pending.signature is None or pending.peer is not None:
-            pending.waiter = asyncio.get_running_loop().create_future()
-            timer = asyncio.get_running_loop().call_later(timeout_s, _wake, pending.waiter)
+        # The hook sends its record before P answers, so it is mostly here already, behind a turn of the loop.
+        if not pending.whole:
+            self._readable()
+        if not pending.whole:
+            loop = asyncio.get_running_loop()
+            pending.waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, _wake, pending.waiter)
             try:
                 await pending.waiter
             finally:
                 timer.cancel()
                 pending.waiter = None
+            if not pending.whole:
+                # A busy loop runs its timers before it reads: what came in time shall count.
+                self._readable()
         return pending.signature
 
     # -- frames ---------------------------------------------------------------------------------------------------------

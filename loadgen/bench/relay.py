@@ -13,6 +13,7 @@ import os
 import platform
 import random
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -38,7 +39,7 @@ Figures = dict[str, float]
 # Reads a chunk below which chunks came together at the client: such a run flatters the proxy.
 _SINGLE: Final = 0.97
 # On a busy machine the streams are run again, up to so many times as often, until enough runs are usable.
-_PATIENCE: Final = 3
+_PATIENCE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,8 @@ def show(console: Console, results: Mapping[str, Mapping[str, Figures]], bars: S
 @click.option("--reps", default=5, type=click.IntRange(1), help="Runs of each load on each proxy.")
 def main(out: Path, folder: Path, works: str, proxies: str, reps: int) -> None:
     """Measure eldrd's relay beside its peers, print tables and write JSON."""
+    # So that what was started is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     folder = folder.resolve()
     names = proxies.split(",")
