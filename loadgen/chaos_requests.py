@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Leaves = Literal["never", "in_the_body", "early", "mid_stream"]
 
 _ID = re.compile(rb'"id":"(?:chat)?cmpl-([^"]+)"')
-_OUR_ERROR = b'data: {"error":'
+_ERROR_EVENT = b'data: {"error":'
 _ALLOWED = frozenset((400, 422, 500, 502, 503, 504))
 
 
@@ -33,9 +33,10 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """path and body; expected: the texts a fault-free fleet answers by choice, None where the body is no valid request;
+    """index; path and body; expected: the texts a fault-free fleet answers by choice, None where the body is no valid request;
     leaves: when the client closes its connection; after: seconds (early) or bytes (mid_stream)."""
 
+    index: int
     path: str
     body: bytes
     stream: bool
@@ -103,7 +104,7 @@ def make(model: EmulatedMoE, seed: int, index: int) -> Ask:
         expected = None
     leaves: Leaves = rng.choices(("never", "in_the_body", "early", "mid_stream"), (80, 3, 8, 9))[0]
     after = rng.uniform(0, 0.02) if leaves == "early" else float(rng.randrange(4000))
-    return Ask("/v1/chat/completions" if chat else "/v1/completions", data, stream, expected, leaves, after)
+    return Ask(index, "/v1/chat/completions" if chat else "/v1/completions", data, stream, expected, leaves, after)
 
 
 def _tokens(rng: random.Random) -> int:
@@ -133,7 +134,9 @@ async def send(http: aiohttp.ClientSession, url: str, ask: Ask) -> Fate:
 async def _exchange(http: aiohttp.ClientSession, url: str, ask: Ask, fate: Fate) -> None:
     got = bytearray()
     try:
-        async with http.post(url + ask.path, data=ask.body, headers={"Content-Type": "application/json"}) as r:
+        # Its number is in eldrd's log as client_id.
+        headers = {"Content-Type": "application/json", "X-Request-Id": str(ask.index)}
+        async with http.post(url + ask.path, data=ask.body, headers=headers) as r:
             fate.status, fate.headers = r.status, CIMultiDict(r.headers)
             async for part in r.content.iter_any():
                 got += part
@@ -141,7 +144,7 @@ async def _exchange(http: aiohttp.ClientSession, url: str, ask: Ask, fate: Fate)
                     fate.left = True
                     r.close()
                     break
-    except (aiohttp.ClientPayloadError, ConnectionError):
+    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, ConnectionError):
         fate.cut = True
     finally:
         fate.body = bytes(got)
@@ -198,6 +201,8 @@ def check(ask: Ask, fate: Fate, sent: bytes | None) -> str:
         return "lost_with_event" if ended_by_us else "lost"
     if ask.stream and not body.endswith(b"data: [DONE]\n\n"):
         raise Wrong("a stream ended as if whole, without [DONE]")
+    if len(texts) != len(ask.expected) and sent is not None and _ERROR_EVENT in sent:
+        return "worker_error_event"
     if len(texts) != len(ask.expected):
         raise Wrong(f"{len(texts)} of {len(ask.expected)} choices")
     if len(texts) > 1:
@@ -223,7 +228,7 @@ def _error(ask: Ask, fate: Fate) -> str:
 
 def _without_our_error(body: bytes, *, whole: bool) -> tuple[bytes, bool]:
     """The body less the event with which eldrd tells of a lost worker, which is the last and, if its client waited, whole."""
-    head, found, tail = body.rpartition(_OUR_ERROR)
+    head, found, tail = body.rpartition(_ERROR_EVENT)
     if not found:
         return body, False
     if whole:

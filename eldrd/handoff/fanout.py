@@ -102,6 +102,8 @@ async def serve(request: Request, client: Client, record: Record, part: Serve) -
             return e.answer
         merge.fail("A worker refused a part of the request.")
     except _LostError:
+        if not merge.started:
+            raise bad_gateway("decode", "lost") from None
         merge.fail("A decode worker was lost before the answer was complete.")
     except Failure as e:
         if not merge.started:

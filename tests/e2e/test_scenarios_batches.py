@@ -159,3 +159,12 @@ async def test_b2_one_of_four_is_lost(stage: Stage, faults: dict[str, Any]) -> N
     assert reply.cut or reply.status == 502
     assert orjson.loads(reply.events[-1])["error"]["code"] == 502
     await until(lambda: not any(d.engine.decode.running for d in stage.decode), 1.5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_b2_all_are_lost(stage: Stage, stream: bool) -> None:
+    """Nothing of any choice can be read: an error object, not a connection that just ends."""
+    stage.fault(stage.decode, gzip=True)
+    reply = await stage.post(ask(n=2, seed=1, stream=stream))
+    assert reply.status == 502
+    assert reply.error["type"] == "BadGatewayError"
