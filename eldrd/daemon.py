@@ -19,8 +19,8 @@ from eldrd import __version__, config
 from eldrd.api import auth
 from eldrd.api.admin import Admin
 from eldrd.api.app import App
-from eldrd.fleet.connection import IdleWatch
 from eldrd.fleet.health import Prober
+from eldrd.fleet.pool import IdleWatch
 from eldrd.fleet.table import LoadTable, Pool
 from eldrd.fleet.worker import Worker
 from eldrd.handoff.admission import Admission

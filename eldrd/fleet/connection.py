@@ -1,20 +1,17 @@
-"""HTTP/1.1 to a worker at transport level: connection, exchange, pool. Carries bytes; does not know what they mean."""
+"""HTTP/1.1 to a worker at transport level: one connection and its exchanges. Carries bytes; does not know what they mean."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import ssl as tls
 from typing import TYPE_CHECKING, cast
-from urllib.parse import urlsplit
 
 from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, dechunk, parse_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# uvicorn, which serves vLLM, closes idle connections after 5 s; ours must be gone before.
-MAX_IDLE_S = 4.0
+    from eldrd.fleet.pool import ConnectionPool
 
 
 class UpstreamError(ConnectionError):
@@ -351,102 +348,3 @@ class Connection(asyncio.Protocol):
 
 def _nowhere(_: bytes) -> None:
     """The sink of an exchange whose taker is gone."""
-
-
-class ConnectionPool:
-    """The connections to one worker. Idle ones are used newest first and closed after MAX_IDLE_S."""
-
-    def __init__(self, url: str, connect_timeout_s: float) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname is not None
-        self.url = url
-        self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.netloc = parts.netloc.encode()
-        self.connect_timeout_s = connect_timeout_s
-        self._tls = tls.create_default_context() if parts.scheme == "https" else None
-        # A dict for its order, oldest first, and because any of them may have to be taken out.
-        self._idle: dict[Connection, None] = {}
-        self._closed = False
-
-    async def get(self) -> Connection:
-        """An idle connection, or a new one. Raises UpstreamError(connect)."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        while self._idle:
-            c, _ = self._idle.popitem()
-            if c.transport is None or c.transport.is_closing():
-                continue
-            if c.idle_for(now) < MAX_IDLE_S:
-                return c
-            c.abort()
-        try:
-            async with asyncio.timeout(self.connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self, loop), self.host, self.port, ssl=self._tls
-                )
-        except TimeoutError:
-            raise UpstreamError("connect", "timeout", answered=False) from None
-        except OSError:
-            raise UpstreamError("connect", "refused", answered=False) from None
-        return connection
-
-    def __contains__(self, connection: object) -> bool:
-        return connection in self._idle
-
-    def put(self, connection: Connection) -> None:
-        if self._closed:
-            connection.abort()
-            return
-        self._idle[connection] = None
-        now = asyncio.get_running_loop().time()
-        while (oldest := next(iter(self._idle))).idle_for(now) > MAX_IDLE_S:
-            del self._idle[oldest]
-            oldest.abort()
-
-    def drop(self, connection: Connection) -> None:
-        # One in use is not in there; an idle one that the worker closed is.
-        self._idle.pop(connection, None)
-
-    def close_idle(self) -> None:
-        while self._idle:
-            self._idle.popitem()[0].abort()
-
-    def close(self) -> None:
-        """Close the idle connections; those in use close when released."""
-        self._closed = True
-        self.close_idle()
-
-
-class IdleWatch:
-    """Ends relays that make no progress, without a timer per piece: a scan every second over the relays under way."""
-
-    def __init__(self, idle_s: float) -> None:
-        self.idle_s = idle_s
-        self._active: set[Connection] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __len__(self) -> int:
-        return len(self._active)
-
-    def add(self, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
-        connection.seen = connection.pieces
-        connection.seen_at = loop.time()
-        self._active.add(connection)
-        if self._timer is None:
-            self._timer = loop.call_later(min(1.0, self.idle_s / 2), self._scan)
-
-    def remove(self, connection: Connection) -> None:
-        self._active.discard(connection)
-
-    def _scan(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for c in list(self._active):
-            if c.pieces != c.seen:
-                c.seen = c.pieces
-                c.seen_at = now
-            elif now - c.seen_at > self.idle_s:
-                c.stall("stalled" if c.paused else "timeout")
-        self._timer = loop.call_later(min(1.0, self.idle_s / 2), self._scan) if self._active else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from eldrd.fleet.connection import ConnectionPool
+from eldrd.fleet.pool import ConnectionPool
 
 if TYPE_CHECKING:
     from eldrd.fleet.table import LoadTable

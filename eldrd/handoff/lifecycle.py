@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from eldrd.fleet.connection import Connection, IdleWatch
+    from eldrd.fleet.connection import Connection
     from eldrd.fleet.framing import BodyTracker, Head
+    from eldrd.fleet.pool import IdleWatch
     from eldrd.fleet.table import LoadTable
     from eldrd.fleet.worker import Worker
     from eldrd.handoff.answer import Client

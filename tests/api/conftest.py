@@ -15,7 +15,7 @@ import uvloop
 from eldrd.api.admin import Admin
 from eldrd.api.app import App
 from eldrd.config import Settings
-from eldrd.fleet.connection import IdleWatch
+from eldrd.fleet.pool import IdleWatch
 from eldrd.fleet.table import LoadTable, Pool
 from eldrd.fleet.worker import Worker
 from eldrd.handoff.admission import Admission

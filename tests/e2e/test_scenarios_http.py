@@ -11,7 +11,7 @@ import orjson
 import pytest
 from stage import CHAT, MODEL, Stage, ask, until
 
-from eldrd.fleet import connection
+from eldrd.fleet import pool
 from loadgen.daemon import Daemon
 from loadgen.fleet import EmulatedFleet, FleetSpec
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cut", ["close", "reset"])
 async def test_h1_kept_connections_closed_when_used(stage: Stage, cut: str) -> None:
     """The worker ends each kept connection just as the next request comes on it: tried again, on no budget."""
-    assert connection.MAX_IDLE_S < 5.0
+    assert pool.MAX_IDLE_S < 5.0
     await stage.reload(retries={"attempts": 0})
     stage.fault([*stage.prefill, *stage.decode], drop_reused=True, cut=cut)
     stale = await stage.change("eldrd_retries_total", cause="stale")

@@ -10,7 +10,9 @@ import pytest
 import uvloop
 
 from eldrd.fleet import connection as c
-from eldrd.fleet.connection import Connection, ConnectionPool, IdleWatch, UpstreamError
+from eldrd.fleet import pool as pool_module
+from eldrd.fleet.connection import Connection, UpstreamError
+from eldrd.fleet.pool import ConnectionPool, IdleWatch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -360,7 +362,7 @@ async def test_released_in_the_middle_is_closed(server: Server, when: str) -> No
 
 
 async def test_age_limit_of_idle_connections(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(c, "MAX_IDLE_S", 0.05)
+    monkeypatch.setattr(pool_module, "MAX_IDLE_S", 0.05)
     server.script = answers(OK, OK)
     for _ in range(2):
         connection = (await exchange(server.pool))[2]
@@ -371,7 +373,7 @@ async def test_age_limit_of_idle_connections(server: Server, monkeypatch: pytest
 
 
 async def test_put_closes_what_is_too_old(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(c, "MAX_IDLE_S", 0.05)
+    monkeypatch.setattr(pool_module, "MAX_IDLE_S", 0.05)
     server.script = answers(OK, OK)
     first, second = (await exchange(server.pool))[2], (await exchange(server.pool))[2]
     first.release()
