@@ -37,6 +37,7 @@ _GROWTH_LIMIT: Final = 20 << 20
 _PAGE: Final = 4096
 _SHOWN: Final = 20
 _JOURNAL: Final = 4096
+_HUNG_S: Final = 45
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +154,12 @@ class _Chaos:
     async def _one(self, http: aiohttp.ClientSession, index: int) -> None:
         ask = chaos_requests.make(self._fleet.model, self._plan.seed, index)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(_HUNG_S):
                 fate = await chaos_requests.send(http, self.eldrd.url, ask)
                 outcome = chaos_requests.check(ask, fate, self._sent(fate))
         except TimeoutError:
             outcome = "hung"
-            self.report.problems.append(f"request {index}: no end after 30 s")
+            self.report.problems.append(f"request {index}: no end after {_HUNG_S} s")
         except Wrong as e:
             outcome = "wrong"
             self.report.problems.append(f"request {index} ({ask.describe()}): {e}")

@@ -23,7 +23,7 @@ _BOTH: Final[list[tuple[str, float, Any]]] = [
     ("drop_reused", 0.02, lambda r: {"drop_reused": True, "cut": _cut(r)}),
     ("error_4xx", 0.008, lambda r: {"status": r.choice((400, 422))}),
     ("error_5xx", 0.006, lambda r: {"status": r.choice((500, 503))}),
-    ("split", 0.02, lambda r: {"split": r.choice((1, 2, 3, 7, 64))}),
+    ("split", 0.02, lambda r: {"split": r.choice((7, 23, 64, 300))}),
     ("cut", 0.01, lambda r: {"cut_at": int(r.expovariate(1 / 400)), "cut": _cut(r)}),
     ("stall", 0.002, lambda r: {"stall_at": int(r.expovariate(1 / 400))}),
 ]
@@ -36,7 +36,7 @@ _PREFILL: Final[list[tuple[str, float, Any]]] = [
 _DECODE: Final[list[tuple[str, float, Any]]] = [
     *_BOTH,
     ("die", 0.02, lambda r: {"die_after_chunks": r.randint(1, 12), "die_inside": r.random() < 0.5, "cut": _cut(r)}),
-    ("chunks", 0.02, lambda r: {"chunk": r.choice((1, 3, 17, 1000)), "split": r.choice((0, 0, 5))}),
+    ("chunks", 0.02, lambda r: {"chunk": r.choice((5, 17, 100, 1000)), "split": r.choice((0, 0, 30))}),
     ("paced", 0.01, lambda r: {"pause_s": r.uniform(0, 0.02)}),
     ("gzip", 0.01, lambda _: {"gzip": True}),
     ("text", 0.01, lambda r: {"first_text": r.choice(TEXTS)}),

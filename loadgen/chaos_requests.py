@@ -201,7 +201,7 @@ def check(ask: Ask, fate: Fate, sent: bytes | None) -> str:
         return "lost_with_event" if ended_by_us else "lost"
     if ask.stream and not body.endswith(b"data: [DONE]\n\n"):
         raise Wrong("a stream ended as if whole, without [DONE]")
-    if len(texts) != len(ask.expected) and sent is not None and _ERROR_EVENT in sent:
+    if len(texts) != len(ask.expected) and _ERROR_EVENT in body:
         return "worker_error_event"
     if len(texts) != len(ask.expected):
         raise Wrong(f"{len(texts)} of {len(ask.expected)} choices")
