@@ -105,7 +105,7 @@ class Batches:
     def added(self, counts: NDArray[np.int32], tokens: int, slots: NDArray[np.intp]) -> NDArray[np.float32]:
         """How many active experts the request would add to each worker of slots [W], mean a layer: float32 [W].
         Only for counts that ``fits``."""
-        _expect(self._ordered(counts), self._prior, _weight(tokens), self._p)
+        self._estimate(counts, tokens)
         out = np.empty(len(slots), np.float32)
         _added(self._p, self._free, slots, self._bounds, self._ranks, self._read, np.float32(self._scale), out)
         return out
@@ -114,10 +114,7 @@ class Batches:
         """Count a request in; without counts, or with another model's, as the mean of the recent ones."""
         self._advance(slot, now)
         if counts is not None and tokens > 0 and self.fits(counts):
-            ordered = self._ordered(counts)
-            if not self._seen:
-                self._uniform(counts, tokens)
-            _expect(ordered, self._prior, _weight(tokens), self._p)
+            ordered = self._estimate(counts, tokens)
             self._seen = min(self._seen + 1, _PRIOR_REQUESTS)
             _learn(ordered, np.float32(1 / tokens), np.float32(1 / self._seen), self._prior)
         elif self._seen:
@@ -178,9 +175,14 @@ class Batches:
             return np.asarray(flat[self._order], np.int32)
         return flat if flat.dtype == np.int32 and flat.flags.carray else np.array(flat, np.int32)
 
-    def _uniform(self, counts: NDArray[np.int32], tokens: int) -> None:
-        """Before anything is known of a model, its experts are alike."""
-        self._prior[:] = counts.sum() / tokens / counts.size
+    def _estimate(self, counts: NDArray[np.int32], tokens: int) -> NDArray[np.int32]:
+        """Compute p of a request; its counts in the state's own order."""
+        ordered = self._ordered(counts)
+        if not self._seen:
+            # Before anything is known of a model, its experts are alike.
+            self._prior[:] = counts.sum() / tokens / counts.size
+        _expect(ordered, self._prior, np.float32(1 / (tokens + PSEUDO_TOKENS)), self._p)
+        return ordered
 
     def _shaped(self, shape: tuple[int, int]) -> None:
         self.shape = shape
@@ -215,10 +217,6 @@ def warm_up() -> None:
         batches.fits(counts)
         batches.added(counts, 2, np.arange(2, dtype=np.intp))
         batches.end(batches.admit(1, counts, 2, 0.0), 1.0)
-
-
-def _weight(tokens: int) -> np.float32:
-    return np.float32(1 / (tokens + PSEUDO_TOKENS))
 
 
 @njit(cache=True, nogil=True, fastmath=True)

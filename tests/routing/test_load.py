@@ -59,7 +59,10 @@ def test_reasons_and_candidates() -> None:
         "round_robin": "round_robin",
         "jsq": "jsq",
         "p2c": "p2c",
+        "domain": "no_label",
         "eldr": "no_partition",
+        "union": "signature_missing",
+        "guarded_band": "signature_missing",
     }
     assert {d.candidates for d in got.values()} == {2}
 

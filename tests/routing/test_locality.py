@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fleets import partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldrd.partitions.file import Partition
 from eldrd.partitions.transform import units
+from eldrd.routing import batches, load, locality, union
 from eldrd.routing import build as build_module
-from eldrd.routing import load, locality
 from eldrd.routing.locality import LocalityBand
 from eldrd.routing.policy import NoWorkerError
-from eldrd.signatures.geometry import Geometry
-
-
-def partition(k: int, layers: int = 2, experts: int = 4, seed: int = 0) -> Partition:
-    rng = np.random.default_rng(seed)
-    centroids = rng.random((k, layers * experts)).astype(np.float32) ** 4
-    return Partition(
-        centroids=centroids / np.linalg.norm(centroids, axis=1, keepdims=True),
-        idf=rng.random((layers, experts), np.float32),
-        layers=np.arange(layers, dtype=np.int32),
-        workers=tuple(f"d{i}" for i in range(k)),
-        geometry=Geometry("m", 1, tuple(range(layers)), experts, 2, 16),
-        tau=0.1,
-        requests=k,
-        rho=None,
-        cluster_sizes=(1,) * k,
-        created="",
-    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -58,6 +40,27 @@ def test_fewest_in_flight_within_tau_of_the_best_usable(seed: int, k: int, tau: 
     assert decision.worker == min(band, key=lambda w: (in_flight[w], -scores[w]))
     assert decision.score == pytest.approx(scores[decision.worker], abs=1e-5)
     assert (type(decision.worker), type(decision.score)) == (int, float)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.sampled_from([0, 0.02, 0.1]))
+def test_the_second_nearest_joins_a_band_of_one(seed: int, k: int, tau: float) -> None:
+    rng = np.random.default_rng(seed)
+    p = partition(k, seed=seed)
+    workers = [f"d{i}" for i in range(k)]
+    counts = rng.integers(1, 9, 8, np.int32)
+    in_flight, usable = rng.integers(0, 3, k, np.int32), rng.random(k) < 0.8
+    usable[:2] = True
+    scores = (units(counts.reshape(1, 2, 4), p.idf, p.layers) @ p.centroids.T)[0]
+    ranked = sorted(np.flatnonzero(usable), key=lambda w: -scores[w])
+    band = [w for w in ranked if scores[w] >= scores[ranked[0]] - tau]
+    if any(abs(scores[w] - (scores[ranked[0]] - tau)) < 1e-5 for w in ranked[1:]):
+        return
+    if len(band) == 1 and tau > 0:
+        band = ranked[:2]
+    decision = LocalityBand(p, workers, tau, second_nearest=True).choose(in_flight, usable, counts)
+    assert decision.worker == min(band, key=lambda w: (in_flight[w], -scores[w]))
+    assert decision.candidates == len(band)
 
 
 def test_an_unusable_best_worker_does_not_narrow_the_band() -> None:
@@ -95,7 +98,10 @@ def test_refusals() -> None:
     for tau in (-0.1, 2.1, float("nan")):
         with pytest.raises(ValueError, match=r"expected 0\.\.2"):
             LocalityBand(None, ["d0"], tau)
-    with pytest.raises(ValueError, match="policy is 'x', expected one of random, round_robin, jsq, p2c, domain, eldr, union, guarded_band"):
+    with pytest.raises(
+        ValueError,
+        match="policy is 'x', expected one of random, round_robin, jsq, p2c, domain, eldr, union, guarded_band",
+    ):
         build_module.build("x", partition=None, workers=["d0"], tau=0.1)
     with pytest.raises(ValueError, match="usable has 2 workers, the partition 3"):
         LocalityBand(partition(3), ["d0", "d1", "d2"], 0.1).choose(
@@ -105,11 +111,14 @@ def test_refusals() -> None:
 
 def test_warm_up_covers_decisions() -> None:
     build_module.warm_up()
-    kernels = (load._fewest, locality._band)
+    modules = (load, locality, batches, union)
+    kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "signatures")]
+    assert len(kernels) >= 9
     compiled = [len(k.signatures) for k in kernels]
     for name in build_module.POLICIES:
         policy = build_module.build(name, partition=partition(3), workers=["d0", "d2", "d1"], tau=1)
         assert policy.name == name
-        for counts in (np.ones(8, np.int32), None):
-            policy.choose(np.zeros(3, np.int32), np.ones(3, np.bool_), counts)
+        for counts in (np.ones((2, 4), np.int32), None):
+            policy.choose(np.zeros(3, np.int32), np.ones(3, np.bool_), counts, 4)
+            policy.ended(policy.admitted(1, counts, 4, 0.0), 1.0)
     assert [len(k.signatures) for k in kernels] == compiled
