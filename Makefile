@@ -4,7 +4,7 @@ VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check demo-vllm test-vllm bench-route bench-relay format clean
+.PHONY: help demo test check demo-vllm test-vllm prove-vllm bench-route bench-relay format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -33,6 +33,10 @@ demo-vllm:  ## the same on real vLLM: outputs, signatures, domains; report in ou
 test-vllm:  ## tests on real vLLM with NIXL and the hook
 	PYTHON=$(PYTHON) loadgen/vllm/install.sh $(VLLM)
 	$(VLLM)/bin/python -m pytest tests/vllm
+
+prove-vllm:  ## TPOT of the policies on real vLLM, interleaved rounds; half an hour; report in out/prove
+	PYTHON=$(PYTHON) loadgen/vllm/install.sh $(VLLM)
+	$(VLLM)/bin/python -m loadgen prove-vllm
 
 bench-route: $(VENV)/.installed  ## decision, signature and cache against numpy
 	$(BIN)/python -m loadgen.bench.route

@@ -200,15 +200,21 @@ class VllmServer:
 
     def rss_bytes(self) -> int:
         """Resident memory of the server's processes now."""
-        if self._process is None:
-            return 0
-        total = 0
+        return sum(int(fields[21]) for _, fields in self._stats()) * os.sysconf("SC_PAGE_SIZE")
+
+    def pids(self) -> list[int]:
+        """The server's processes now."""
+        return [pid for pid, _ in self._stats()]
+
+    def _stats(self) -> list[tuple[int, list[str]]]:
+        """The /proc/PID/stat fields after the name of every process of the session that ``start`` opened."""
+        found: list[tuple[int, list[str]]] = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError):
                 fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self._process.pid:  # the session that start() opened
-                    total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-        return total
+                if self._process is not None and int(fields[3]) == self._process.pid:
+                    found.append((int(stat.parent.name), fields))
+        return found
 
     def kill(self) -> None:
         """Ends the server and its children the hard way, as a crash would."""

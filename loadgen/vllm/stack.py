@@ -30,6 +30,8 @@ class StackSpec:
     decode: int = 2
     max_num_batched_tokens: int = 2048
     lease_seconds: int = 30
+    dtype: str = "float32"
+    plain: bool = True
 
 
 class Stack:
@@ -42,12 +44,13 @@ class Stack:
         hook = f"tcp://127.0.0.1:{free_port()}"
         settings = ServerSettings(
             self.checkpoint,
+            dtype=self.spec.dtype,
             max_num_batched_tokens=self.spec.max_num_batched_tokens,
             lease_seconds=self.spec.lease_seconds,
         )
         self.model = settings.served_name
         self.fleet = VllmFleet(
-            settings, out, endpoints=[hook], prefill=self.spec.prefill, decode=self.spec.decode, plain=True
+            settings, out, endpoints=[hook], prefill=self.spec.prefill, decode=self.spec.decode, plain=self.spec.plain
         )
         workers = [[{"name": s.name, "url": s.url} for s in pool] for pool in (self.fleet.prefill, self.fleet.decode)]
         self.eldrd = Daemon(out, workers[0], workers[1], hook)

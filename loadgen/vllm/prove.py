@@ -1,0 +1,158 @@
+"""prove-vllm: TPOT of the policies on real vLLM with a model whose decode is bound by expert weights, in interleaved rounds.
+
+Two decode servers, each pinned to a processor of its own, and one prefill server. A round sends the same trace under every
+policy; the figures are paired by round, so that a machine that drifts does so for all. Greedy outputs are compared too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from loadgen import client, report
+from loadgen.vllm import checks, demo
+from loadgen.vllm.model import ModelSpec
+from loadgen.vllm.stack import Stack, StackSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BASELINES = ("random", "round_robin", "jsq", "p2c")
+OURS = ("eldr", "union", "guarded_band")
+# 2.3 GB in bfloat16: one expert is 9.4 MB, a step of a mixed batch reads most of them.
+MODEL = ModelSpec(layers=2, hidden=2048, experts=128, topk=8, intermediate=768)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """rounds: each sends ``requests`` at ``rate`` a second under every policy."""
+
+    out: Path
+    rounds: int = 6
+    requests: int = 60
+    rate: float = 2.5
+    prompt_tokens: int = 16
+    output_tokens: int = 64
+    calibration: int = 64
+
+    def traffic(self, requests: int, output_tokens: int) -> demo.Plan:
+        return demo.Plan(self.out, requests, self.rate, self.prompt_tokens, output_tokens)
+
+
+async def run(plan: Plan) -> int:
+    """Run all rounds; exit status 0 if every request was answered and outputs were equal under all policies."""
+    console = Console()
+    begin = time.monotonic()
+    spec = StackSpec(model=MODEL, dtype="bfloat16", plain=False)
+    async with Stack(plan.out, spec) as stack:
+        pin(stack)
+        console.print(f"up after {time.monotonic() - begin:.0f} s; calibration")
+        await calibrate(stack, plan)
+        runs: dict[str, list[list[client.Result]]] = {p: [] for p in (*BASELINES, *OURS)}
+        pure: dict[str, list[float]] = {p: [] for p in runs}
+        digests = {policy: await outputs(stack, policy) for policy in ("jsq", *OURS)}
+        for i in range(plan.rounds):
+            # Another order each round, so that nobody always follows the same neighbour.
+            for policy in np.random.default_rng(i).permutation(list(runs)).tolist():
+                await use(stack, policy)
+                results, purity = await demo.measure(stack, plan.traffic(plan.requests, plan.output_tokens), 100 + i)
+                runs[policy].append(results)
+                pure[policy].append(purity)
+                tpot = median_tpot(results)
+                console.print(
+                    f"round {i + 1}: {policy:13} TPOT P50 {tpot:7.2f} ms, purity {purity:.2f}", highlight=False
+                )
+    result = figures(runs, pure)
+    result |= {"outputs_equal": len(set(digests.values())) == 1, "wall_s": round(time.monotonic() - begin, 1)}
+    report.write_json(result, plan.out / "report.json")
+    console.print(_table(result))
+    console.print(f"{plan.out / 'report.json'}", highlight=False)
+    failed = sum(not r.ok for rounds in runs.values() for results in rounds for r in results)
+    return int(bool(failed) or not result["outputs_equal"])
+
+
+def pin(stack: Stack) -> None:
+    """Each decode server on a processor of its own, as far as there are."""
+    processors = sorted(os.sched_getaffinity(0))
+    for i, server in enumerate(stack.fleet.decode):
+        for pid in server.pids():
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {processors[i % len(processors)]})
+
+
+async def calibrate(stack: Stack, plan: Plan) -> None:
+    """Capture, and fit a partition of the decode servers."""
+    capture = stack.out / "capture"
+    await stack.eldrd.reload(capture={"dir": str(capture)})
+    await demo.measure(stack, plan.traffic(plan.calibration, 4), 1)
+    await stack.eldrd.reload(capture={"dir": ""})
+    await demo.fit(stack, capture, stack.out / "partitions.safetensors")
+
+
+async def use(stack: Stack, policy: str) -> None:
+    await stack.eldrd.reload(decode={"policy": policy}, partitions={"file": str(stack.out / "partitions.safetensors")})
+
+
+async def outputs(stack: Stack, policy: str) -> str:
+    """A digest of greedy outputs, one after another, under a policy."""
+    await use(stack, policy)
+    digest = hashlib.sha256()
+    async with stack.client(stack.eldrd.url) as through:
+        for i in range(6):
+            prompt = checks.prompt(stack, 24, 900 + i, i % stack.spec.model.domains)
+            digest.update(str(await checks.generate(through, stack.model, prompt, chat=False, stream=False)).encode())
+    return digest.hexdigest()
+
+
+def median_tpot(results: Sequence[client.Result]) -> float:
+    return client.percentile([r.tpot * 1e3 for r in results if r.ok], 50)
+
+
+def figures(runs: dict[str, list[list[client.Result]]], pure: dict[str, list[float]]) -> dict[str, Any]:
+    """Per policy: medians over rounds, and the TPOT P50 against the best baseline of the same round with a 95 % bootstrap
+    interval over rounds (BCa, scipy.stats.bootstrap)."""
+    by_round = {policy: np.array([median_tpot(r) for r in rounds]) for policy, rounds in runs.items()}
+    best = np.min([by_round[p] for p in BASELINES], axis=0)
+    policies = {}
+    for policy, rounds in runs.items():
+        ratio = by_round[policy] / best - 1
+        low = high = float("nan")
+        if len(ratio) > 1 and np.ptp(ratio) > 0:
+            interval = stats.bootstrap((ratio,), np.mean, rng=np.random.default_rng(0)).confidence_interval
+            low, high = interval.low, interval.high
+        everything = [r.tpot * 1e3 for results in rounds for r in results if r.ok]
+        policies[policy] = {
+            "tpot_p50_ms": round(float(np.median(by_round[policy])), 2),
+            "tpot_p99_ms": round(client.percentile(everything, 99), 2),
+            "against_best_baseline": round(float(ratio.mean()), 4),
+            "interval_95": [round(float(low), 4), round(float(high), 4)],
+            "domain_purity": round(float(np.mean(pure[policy])), 3),
+            "errors": sum(not r.ok for results in rounds for r in results),
+        }
+    return {"rounds": len(best), "policies": policies}
+
+
+def _table(result: dict[str, Any]) -> Table:
+    columns = ("TPOT P50 ms", "P99 ms", "against the best baseline", "95 %", "purity", "errors")
+    table = Table("policy", *columns, title=f"real vLLM, {result['rounds']} rounds")
+    for policy, row in result["policies"].items():
+        low, high = row["interval_95"]
+        table.add_row(
+            policy,
+            str(row["tpot_p50_ms"]),
+            str(row["tpot_p99_ms"]),
+            f"{row['against_best_baseline']:+.1%}",
+            f"{low:+.1%} .. {high:+.1%}",
+            str(row["domain_purity"]),
+            str(row["errors"]),
+        )
+    return table
