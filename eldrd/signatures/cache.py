@@ -20,6 +20,10 @@ _USED: Final = 1  # rows ever handed out, the high-water mark
 _HAND: Final = 2  # the clock's hand
 _LIVE: Final = 3  # rows stored now
 
+# Blocks between two checkpoints: fewer cost memory (a checkpoint is four rows), more cost time (rows left to add).
+STRIDE: Final = 128
+_CHECKPOINT_SHARE: Final = 16  # of the budget, one part
+
 _INDEX_BYTES: Final = 16  # int32 slots, a power of two of at least twice the rows: at most four a row
 _ROW_OVERHEAD: Final = _INDEX_BYTES + 8 + 4 + 1  # index, key, freed stack, reference bit
 
@@ -27,10 +31,17 @@ _ROW_OVERHEAD: Final = _INDEX_BYTES + 8 + 4 + 1  # index, key, freed stack, refe
 class SignatureCache:
     """Rows of expert counts, one per KV block, found by the block's 64-bit hash and evicted by CLOCK (second chance).
 
-    budget_bytes covers rows and index. Memory is reserved at the first insert and taken from the OS only as rows fill.
-    Models whose rows look alike (same L * E and dtype) share one table, their keys kept apart by the model's
-    fingerprint. A row layout not seen before splits the budget evenly over all layouts, which starts every table anew;
-    ``clear`` forgets the layouts as well. Rows are uint8, or uint16 where a block holds 256 tokens or more.
+    The hashes of one call are those of a prompt's blocks in order, and each depends on all before it (vLLM's chain of
+    block hashes). So the sum over a prompt's first blocks belongs to the hash of the last of them: every STRIDE blocks
+    it is kept as a checkpoint, an int32 row under that hash, and the next prompt that begins alike adds only the rows
+    behind it, however long it is. A checkpoint stays right when rows before it are evicted or removed, as another
+    content would have another hash; it goes when it is evicted itself or its own hash is removed.
+
+    budget_bytes covers rows, index and checkpoints (a sixteenth of it). Memory is reserved at the first insert and taken
+    from the OS only as rows fill. Models whose rows look alike (same L * E and dtype) share one table, their keys kept
+    apart by the model's fingerprint. A row layout not seen before splits the budget evenly over all layouts, which
+    starts every table anew; ``clear`` forgets the layouts as well. Rows are uint8, or uint16 where a block holds 256
+    tokens or more.
 
     Not thread safe: one thread owns it (the event loop's). Source: the signature cache of ELDR (arXiv 2607.00466).
     """
@@ -63,25 +74,32 @@ class SignatureCache:
         return int(new)
 
     def gather(self, geometry: Geometry, hashes: NDArray[np.uint64], out: NDArray[np.int32]) -> int:
-        """Add the rows of hashes uint64 [n] into out int32 [L * E]; returns how many hashes are not here."""
+        """Add the rows of a prompt's hashes uint64 [n] into out int32 [L * E]; returns how many are not here, neither as
+        a row nor as part of a checkpoint."""
         if out.shape != (geometry.width,) or out.dtype != np.int32 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}, expected contiguous int32 {(geometry.width,)}")
         keys = _hashes(hashes)
         t = self._table(geometry)
         missing = keys.size
         if t is not None:
-            missing = int(_gather(t.index, t.keys, t.referenced, t.slab, keys, _salt(geometry), out))
+            if t.checkpoints is None or keys.size < STRIDE:
+                missing = int(_gather(t.index, t.keys, t.referenced, t.slab, keys, _salt(geometry), out))
+            else:
+                missing = int(_gather_chain(t.arrays, t.checkpoints.all_arrays, keys, _salt(geometry), t.scratch, out))
         self._misses += missing
         self._hits += keys.size - missing
         return missing
 
     def lacking(self, geometry: Geometry, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Those of hashes uint64 [n] that are not here, uint64 [m], in the order given."""
+        """Those of a prompt's hashes uint64 [n] that ``gather`` would miss, uint64 [m], in the order given."""
         keys = _hashes(hashes)
         table = self._table(geometry)
         if table is None:
             return keys.copy()
-        lacking: NDArray[np.uint64] = _lacking(table.index, table.keys, keys, _salt(geometry))
+        start, salt = 0, _salt(geometry)
+        if table.checkpoints is not None and keys.size >= STRIDE:
+            start, _ = _latest(table.checkpoints.index, table.checkpoints.keys, keys, salt)
+        lacking: NDArray[np.uint64] = _lacking(table.index, table.keys, keys[start:], salt)
         return lacking
 
     def remove(self, geometry: Geometry, hashes: NDArray[np.uint64]) -> int:
@@ -89,7 +107,10 @@ class SignatureCache:
         t = self._table(geometry)
         if t is None:
             return 0
-        return int(_remove(t.index, t.keys, t.freed, t.state, _hashes(hashes), _salt(geometry)))
+        keys, salt = _hashes(hashes), _salt(geometry)
+        if (c := t.checkpoints) is not None:
+            _remove(c.index, c.keys, c.freed, c.state, keys, salt)
+        return int(_remove(t.index, t.keys, t.freed, t.state, keys, salt))
 
     def clear(self) -> None:
         """Drop everything and give the memory back; the counters go on."""
@@ -105,12 +126,18 @@ class SignatureCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the rows stored now, with their share of the index."""
-        return sum(t.live * t.row_bytes for t in self._tables.values())
+        """Bytes of the rows and checkpoints stored now, with their share of the index."""
+        tables = [t for rows in self._tables.values() for t in (rows, rows.checkpoints) if t is not None]
+        return sum(t.live * t.row_bytes for t in tables)
+
+    @property
+    def checkpoints(self) -> int:
+        """Checkpoints stored now."""
+        return sum(t.checkpoints.live for t in self._tables.values() if t.checkpoints is not None)
 
     @property
     def hits(self) -> int:
-        """Rows ``gather`` found, ever."""
+        """Rows ``gather`` found or had in a checkpoint, ever."""
         return self._hits
 
     @property
@@ -129,12 +156,18 @@ class SignatureCache:
     def _add_layout(self, width: int, dtype: np.dtype[Any]) -> _Table:
         layouts = [*self._tables, (width, dtype)]
         self._tables.clear()  # before allocating: both generations together could exceed the budget
-        self._tables = {layout: _Table(self._budget // len(layouts), *layout) for layout in layouts}
+        for layout in layouts:
+            budget = self._budget // len(layouts)
+            share = budget // _CHECKPOINT_SHARE
+            checkpoints = _Table(share, layout[0], np.dtype(np.int32))
+            fit = checkpoints.row_bytes <= share
+            self._tables[layout] = _Table(budget - share if fit else budget, *layout)
+            self._tables[layout].checkpoints = checkpoints if fit else None
         return self._tables[width, dtype]
 
 
 class _Table:
-    """The arrays of one row layout."""
+    """The arrays of one row layout. checkpoints: the layout's sums, None where the budget has no room for any."""
 
     def __init__(self, budget: int, width: int, dtype: np.dtype[Any]) -> None:
         self.row_bytes = width * dtype.itemsize + _ROW_OVERHEAD
@@ -145,6 +178,10 @@ class _Table:
         self.freed = np.empty(self.capacity, np.int32)
         self.state = np.zeros(4, np.int64)
         self.slab = np.empty((self.capacity, width), dtype)
+        self.arrays = (self.index, self.keys, self.referenced, self.slab)
+        self.all_arrays = (*self.arrays, self.freed, self.state)
+        self.scratch = np.empty(width, np.int32)
+        self.checkpoints: _Table | None = None
 
     @property
     def live(self) -> int:
@@ -153,14 +190,15 @@ class _Table:
 
 def warm_up() -> None:
     """Compile (or load from Numba's cache on disk) every kernel for every dtype in use. Seconds when cold."""
-    hashes = np.arange(1, 4, dtype=np.uint64)
     for block_size in (16, 256):
         geometry = Geometry("warm-up", 1, (0,), 8, 1, block_size)
-        cache = SignatureCache(1 << 10)
-        cache.insert(geometry, hashes, np.ones((3, 8), _dtype(geometry)))
-        cache.gather(geometry, hashes, np.zeros(8, np.int32))
-        cache.lacking(geometry, hashes)
-        cache.remove(geometry, hashes)
+        cache = SignatureCache(1 << 16)
+        for n in (3, STRIDE):
+            hashes = np.arange(n, dtype=np.uint64)
+            cache.insert(geometry, hashes, np.ones((n, 8), _dtype(geometry)))
+            cache.gather(geometry, hashes, np.zeros(8, np.int32))
+            cache.lacking(geometry, hashes)
+            cache.remove(geometry, hashes)
 
 
 def _dtype(geometry: Geometry) -> np.dtype[Any]:
@@ -285,6 +323,42 @@ def _gather(index: Any, keys: Any, referenced: Any, slab: Any, hashes: Any, salt
         for j in range(out.size):
             out[j] += np.int32(a[j])
     return hashes.size - found
+
+
+@njit(cache=True, nogil=True)
+def _latest(index: Any, keys: Any, hashes: Any, salt: Any) -> Any:
+    """(blocks covered, row) of the checkpoint that covers most of a prompt; (0, -1) without one."""
+    covered = hashes.size - hashes.size % STRIDE
+    while covered > 0:
+        _, row = _find(index, keys, _mix(hashes[covered - 1], salt))
+        if row >= 0:
+            return covered, row
+        covered -= STRIDE
+    return 0, np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def _gather_chain(rows: Any, sums: Any, hashes: Any, salt: Any, total: Any, out: Any) -> Any:
+    """``_gather`` from the latest checkpoint on, leaving checkpoints behind. rows, sums: a table's and its checkpoints'
+    arrays; total: int32 [L * E] to work in."""
+    index, keys, referenced, slab = rows
+    sums_index, sums_keys, sums_referenced, sums_slab, sums_freed, sums_state = sums
+    start, row = _latest(sums_index, sums_keys, hashes, salt)
+    if row >= 0:
+        sums_referenced[row] = 1
+        total[:] = sums_slab[row]
+    else:
+        total[:] = 0
+    missing = 0
+    while start < hashes.size:
+        stop = min(start + STRIDE, hashes.size)
+        missing += _gather(index, keys, referenced, slab, hashes[start:stop], salt, total)
+        if missing == 0 and stop - start == STRIDE:
+            last, sum_ = hashes[stop - 1 : stop], total.reshape(1, total.size)
+            _insert(sums_index, sums_keys, sums_referenced, sums_freed, sums_state, sums_slab, last, salt, sum_)
+        start = stop
+    out += total
+    return missing
 
 
 @njit(cache=True, nogil=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldrd.signatures.cache import SignatureCache, warm_up
+from eldrd.signatures.cache import STRIDE, SignatureCache, warm_up
 from eldrd.signatures.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -158,6 +158,86 @@ def test_a_new_layout_splits_the_budget_and_starts_anew() -> None:
     assert len(cache) == 2  # no thrashing once both layouts are known
 
 
+class Chains:
+    """Prompts of three branches of one trunk, as chains of block hashes, and the row of every block."""
+
+    def __init__(self) -> None:
+        self.row: dict[int, NDArray[np.uint8]] = {}
+        trunk = self._grow([], 2 * STRIDE + 5, 0)
+        self.prompts = [self._grow(trunk[:cut], n, cut) for cut, n in ((300, 0), (150, 250), (STRIDE, 70))]
+
+    def _grow(self, chain: list[int], n: int, seed: int) -> list[int]:
+        chain = list(chain)
+        rng = np.random.default_rng(seed)
+        for _ in range(n):
+            chain.append(hash((tuple(chain[-1:]), seed, len(chain))) % 2**64)
+            self.row[chain[-1]] = rng.integers(0, 17, GEOMETRY.width, np.uint8)
+        return chain
+
+    def rows(self, chain: list[int]) -> NDArray[np.uint8]:
+        return np.array([self.row[h] for h in chain], np.uint8).reshape(-1, GEOMETRY.width)
+
+
+CHAINS = Chains()
+pieces = st.tuples(
+    st.sampled_from(["insert", "gather", "remove"]), st.integers(0, 2), st.integers(0, 400), st.integers(0, 400)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(pieces, max_size=25), st.sampled_from([8_000, 20_000, 40_000, BIG]))
+def test_sums_of_chains_are_exact_or_say_what_is_missing(steps: list[tuple[str, int, int, int]], budget: int) -> None:
+    """Whatever was inserted, evicted and removed before: a sum that misses nothing is the plain sum, a block that is
+    not reported missing is in it, and a block that is here is never reported missing."""
+    cache = SignatureCache(budget)
+    removed_last: set[int] = set()
+    for what, prompt, a, b in steps:
+        chain = CHAINS.prompts[prompt]
+        piece = chain[min(a, b) : max(a, b)]
+        if what == "insert":
+            cache.insert(GEOMETRY, hashes(*piece), CHAINS.rows(piece))
+            removed_last -= set(piece)
+        elif what == "remove":
+            cache.remove(GEOMETRY, hashes(*piece))
+            removed_last |= set(piece)
+        else:
+            asked = chain[: max(a, b)]
+            lacking = cache.lacking(GEOMETRY, hashes(*asked)).tolist()
+            here = [h for h in asked if h not in set(lacking)]
+            total, missing = gathered(cache, hashes(*asked))
+            assert missing == len(lacking)
+            assert total == CHAINS.rows(here).sum(0, dtype=np.int64).tolist()
+            single = {h for h in asked if not cache.lacking(GEOMETRY, hashes(h)).size}
+            assert single <= set(here)
+            assert not single & removed_last
+    assert cache.bytes <= budget
+
+
+def test_a_checkpoint_answers_for_rows_that_are_gone() -> None:
+    cache = SignatureCache(BIG)
+    chain = CHAINS.prompts[1]
+    cache.insert(GEOMETRY, hashes(*chain), CHAINS.rows(chain))
+    whole = CHAINS.rows(chain).sum(0, dtype=np.int64).tolist()
+    assert gathered(cache, hashes(*chain)) == (whole, 0)
+    assert cache.checkpoints == len(chain) // STRIDE
+    last = len(chain) // STRIDE * STRIDE - 1
+    cache.remove(GEOMETRY, hashes(*chain[:last]))
+    assert cache.checkpoints == 1
+    assert gathered(cache, hashes(*chain)) == (whole, 0)
+    assert cache.lacking(GEOMETRY, hashes(*chain)).size == 0
+    cache.remove(GEOMETRY, hashes(chain[last]))
+    assert gathered(cache, hashes(*chain))[1] == last + 1
+    assert cache.hits == 2 * len(chain) + len(chain) - last - 1
+
+
+def test_a_sum_with_gaps_leaves_no_checkpoint() -> None:
+    cache = SignatureCache(BIG)
+    chain = CHAINS.prompts[0]
+    cache.insert(GEOMETRY, hashes(*chain[1:]), CHAINS.rows(chain[1:]))
+    assert gathered(cache, hashes(*chain))[1] == 1
+    assert cache.checkpoints == 0
+
+
 def test_wide_rows_hold_counts_above_255() -> None:
     cache = SignatureCache(BIG)
     counts = np.full((9, WIDE.width), 65535, np.uint16)
@@ -220,12 +300,13 @@ def test_warm_up_covers_the_daemons_calls() -> None:
     warm_up()
     from eldrd.signatures import cache as module
 
-    kernels = (module._insert, module._gather, module._lacking, module._remove)
+    kernels = (module._insert, module._gather, module._gather_chain, module._latest, module._lacking, module._remove)
     compiled = [len(k.signatures) for k in kernels]
     for geometry in (GEOMETRY, WIDE):
         cache = SignatureCache(BIG)
         cache.insert(geometry, np.frombuffer(hashes(1).tobytes(), "<u8"), rows(1, geometry))
-        gathered(cache, hashes(1), geometry)
-        cache.lacking(geometry, hashes(1))
+        for n in (1, STRIDE):
+            gathered(cache, hashes(*range(n)), geometry)
+            cache.lacking(geometry, hashes(*range(n)))
         cache.remove(geometry, hashes(1))
     assert [len(k.signatures) for k in kernels] == compiled
