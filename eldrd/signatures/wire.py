@@ -8,6 +8,7 @@ A message is a ZMQ multipart: a msgpack header (tagged by ``t``, versioned by ``
 hello      hook               none; sent on connect, every few seconds, and as the answer to ``who``
 blocks     hook               hashes ``<u8`` [n]; counts ``dtype`` [n, L, E]
 request    hook               hashes of the prompt's full blocks ``<u8`` [blocks]; counts of the tail ``dtype`` [L, E]
+decoded    hook               counts of the generated tokens ``dtype`` [L, E]
 want       eldrd              hashes ``<u8`` [n] that the hook shall send again, as far as it still has them
 who        eldrd              none; the peer is unknown here (eldrd restarted): send hello
 =========  =================  =====================================================================================
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 VERSION = 1
-DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"u1": np.dtype(np.uint8), "u2": np.dtype("<u2")}
+DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
+    "u1": np.dtype(np.uint8),
+    "u2": np.dtype("<u2"),
+    "u4": np.dtype("<u4"),
+}
 HASH = np.dtype("<u8")
 
 
@@ -40,7 +45,7 @@ class WireError(ValueError):
 
 
 class Hello(msgspec.Struct, tag="hello", tag_field="t", frozen=True):
-    """Who the hook is and what it counts. phase: ``prefill`` or ``decode``."""
+    """Who the hook is and what it counts. phase: ``prefill`` (prompts), ``decode`` (generated tokens) or ``both``."""
 
     v: int
     hook: str
@@ -89,6 +94,17 @@ class Request(msgspec.Struct, tag="request", tag_field="t", frozen=True):
     dtype: str
 
 
+class Decoded(msgspec.Struct, tag="decoded", tag_field="t", frozen=True):
+    """The end of a request. id: as in Request; tokens: generated tokens that were counted, all but the last one, which no
+    step has computed."""
+
+    v: int
+    seq: int
+    id: str
+    tokens: int
+    dtype: str
+
+
 class Want(msgspec.Struct, tag="want", tag_field="t", frozen=True):
     """eldrd lacks n rows."""
 
@@ -102,7 +118,7 @@ class Who(msgspec.Struct, tag="who", tag_field="t", frozen=True):
     v: int
 
 
-Header = Hello | Blocks | Request | Want | Who
+Header = Hello | Blocks | Request | Decoded | Want | Who
 _decoder = msgspec.msgpack.Decoder(Header)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -130,11 +146,16 @@ def hashes(frames: Sequence[bytes], n: int) -> NDArray[np.uint64]:
     return np.frombuffer(frames[1], HASH)
 
 
-def counts(frames: Sequence[bytes], n: int, dtype: str, geometry: Geometry) -> NDArray[np.unsignedinteger[Any]]:
-    """The counts of a blocks (n rows) or request (one row) message: uint8 or uint16 [n, L * E]."""
+def counts(
+    frames: Sequence[bytes], n: int, dtype: str, geometry: Geometry, at: int = 2
+) -> NDArray[np.unsignedinteger[Any]]:
+    """The counts of a blocks (n rows), request (one row) or decoded (one row, in frame 1) message: ``dtype`` [n, L * E].
+
+    at: the frame that holds them.
+    """
     dt = DTYPES.get(dtype)
     if dt is None:
         raise WireError(f"dtype {dtype!r}, expected one of {sorted(DTYPES)}")
-    if len(frames) < 3 or len(frames[2]) != n * geometry.width * dt.itemsize:
+    if len(frames) <= at or len(frames[at]) != n * geometry.width * dt.itemsize:
         raise WireError(f"expected {n} x {geometry.width} counts of {dtype}")
-    return np.frombuffer(frames[2], dt).reshape(n, geometry.width)
+    return np.frombuffer(frames[at], dt).reshape(n, geometry.width)

@@ -75,7 +75,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--worker", help="this server's name in eldrd's metrics (default: host and process id)")
     parser.add_argument("--role", default="kv_both", choices=["kv_producer", "kv_consumer", "kv_both"])
-    parser.add_argument("--phase", default="prefill", choices=["prefill", "decode"])
+    parser.add_argument(
+        "--phase",
+        default="prefill",
+        choices=["prefill", "decode", "both"],
+        help="what is counted: blocks of prompts (prefill servers), generated tokens (decode servers), both",
+    )
     parser.add_argument(
         "--options", type=_object, help='more keys of the transfer connector, as JSON: \'{"kv_buffer_device": "cpu"}\''
     )

@@ -2,7 +2,8 @@
 
 Counts belong to (request, position), never to a physical block: vLLM frees, shares and recomputes physical blocks,
 while the block hash names a position's whole history. A block is complete when all its tokens were counted in order;
-anything else (a gap, a lost capture) makes that block bad and the request partial, never wrong.
+anything else (a gap, a lost capture) makes that block bad and the request partial, never wrong. Generated tokens are
+summed by request (``generated.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from eldrd_hook import wire
+from eldrd_hook.generated import Generated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +29,8 @@ SENTINEL = -1
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A request's first prompt tokens are about to be computed. key: its ``eldr_id``, or None: blocks only."""
+    """A request's first counted tokens are about to be computed. key: its ``eldr_id``, or None: blocks only; tokens: prompt
+    length."""
 
     request: str
     key: str | None
@@ -36,28 +39,31 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt tokens [start, stop) of one request, computed in one step.
+    """Tokens [start, stop) of one request, computed in one step; all of its prompt or all generated.
 
-    blocks: the physical KV blocks that hold them, the first one holding ``start``.
+    blocks: the physical KV blocks that hold them, the first one holding ``start``; skip: tokens of the request that the
+    step computes before ``start``.
     """
 
     request: str
     start: int
     stop: int
     blocks: tuple[int, ...]
+    skip: int = 0
 
 
 @dataclass(slots=True)
 class Step:
     """What the scheduler tells the worker about one engine step.
 
-    hashes: by request the index of the first new block and the 64-bit hashes from there on.
+    hashes: by request the index of the first new block and the 64-bit hashes from there on; closed: by request that
+    ended the number of tokens it generated.
     """
 
     opened: list[Opened] = field(default_factory=list)
     hashes: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
+    closed: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.hashes or self.chunks or self.closed)
@@ -76,12 +82,22 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoded:
+    """A request that ended. tokens: generated tokens counted; counts: uint16 or uint32 [L * E] of them."""
+
+    key: str
+    tokens: int
+    counts: NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
 class Counted:
     """What one step completed. hashes: uint64 [n]; counts: uint8 or uint16 [n, L * E]."""
 
     hashes: NDArray[np.uint64]
     counts: NDArray[np.generic]
     records: list[Record]
+    decoded: list[Decoded] = field(default_factory=list)
 
 
 def low64(block_hash: bytes) -> int:
@@ -102,7 +118,10 @@ def rows_by_order(
     for c in chunks:
         at = first.get(c.request)
         n = c.stop - c.start
-        found.append(None if at is None or n > scheduled[c.request] else np.arange(at, at + n, dtype=np.int64))
+        if at is None or c.skip + n > scheduled[c.request]:
+            found.append(None)
+        else:
+            found.append(np.arange(at + c.skip, at + c.skip + n, dtype=np.int64))
     return found
 
 
@@ -113,18 +132,30 @@ def rows_by_slot(chunks: Sequence[Chunk], slots: NDArray[np.int64], block_size: 
     """
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
+    wanted = [_slots(c, block_size) for c in chunks]
+    # All chunks at once: a decode step has hundreds of one token.
+    flat = np.concatenate([w for w in wanted if w is not None]) if any(w is not None for w in wanted) else slots[:0]
+    at = np.minimum(np.searchsorted(ordered, flat), max(0, len(ordered) - 1))
+    hit = ordered[at] == flat if len(ordered) else np.zeros(len(flat), np.bool_)
+    rows = order[at] if len(ordered) else at
     found: list[NDArray[np.int64] | None] = []
-    for c in chunks:
-        position = np.arange(c.start, c.stop, dtype=np.int64)
-        blocks = np.asarray(c.blocks, np.int64)
-        logical = position // block_size - c.start // block_size
-        if len(blocks) <= logical[-1]:
-            found.append(None)
-            continue
-        slot = blocks[logical] * block_size + position % block_size
-        at = np.minimum(np.searchsorted(ordered, slot), len(ordered) - 1)
-        found.append(order[at] if len(ordered) and np.array_equal(ordered[at], slot) else None)
+    begin = 0
+    for w in wanted:
+        end = begin + (0 if w is None else len(w))
+        found.append(rows[begin:end] if w is not None and hit[begin:end].all() else None)
+        begin = end
     return found
+
+
+def _slots(chunk: Chunk, block_size: int) -> NDArray[np.int64] | None:
+    """The slots of a chunk's tokens, None if it names too few blocks."""
+    if len(chunk.blocks) <= (chunk.stop - 1) // block_size - chunk.start // block_size:
+        return None
+    if chunk.stop == chunk.start + 1:
+        return np.array([chunk.blocks[0] * block_size + chunk.start % block_size], np.int64)
+    position = np.arange(chunk.start, chunk.stop, dtype=np.int64)
+    blocks = np.asarray(chunk.blocks, np.int64)
+    return blocks[position // block_size - chunk.start // block_size] * block_size + position % block_size
 
 
 @dataclass(slots=True)
@@ -138,6 +169,9 @@ class _Prompt:
     counts: NDArray[np.unsignedinteger] | None = None
     bad: set[int] = field(default_factory=set)
     recorded: bool = False
+    unnamed: dict[int, NDArray[np.unsignedinteger]] = field(default_factory=dict)
+    """Complete blocks with generated tokens whose hash has not come yet: it follows the last token's sampling."""
+    generated: Generated | None = None
 
     def take(
         self, block: int, offset: int, n: int, counts: NDArray[np.unsignedinteger] | None
@@ -156,15 +190,20 @@ class _Prompt:
 
 
 class Attributor:
-    """Turns steps and their captured expert ids into counts of complete blocks and records of finished prompts.
+    """Turns steps and their captured expert ids into counts of complete blocks, records of finished prompts and counts of
+    what requests generated.
 
-    layers, experts: L and E of the rows; block_size: tokens of a hash block.
+    layers, experts: L and E of the rows; block_size: tokens of a hash block; blocks: whether blocks are counted and
+    prompts recorded; decode: whether generated tokens are summed by request.
     """
 
-    def __init__(self, layers: int, experts: int, block_size: int) -> None:
+    def __init__(
+        self, layers: int, experts: int, block_size: int, *, blocks: bool = True, decode: bool = False
+    ) -> None:
         self.layers, self.experts, self.block_size = layers, experts, block_size
         self.width = layers * experts
         self.dtype: np.dtype[np.unsignedinteger] = wire.DTYPES[wire.dtype_for(block_size)]
+        self._blocks, self._decode = blocks, decode
         self._prompts: dict[str, _Prompt] = {}
 
     def count(
@@ -176,24 +215,41 @@ class Attributor:
         ids: expert ids [rows, L, k], SENTINEL where no layer wrote; None: the step's capture was lost.
         """
         for o in step.opened:
-            self._prompts[o.request] = _Prompt(o.key, o.tokens)
+            generated = Generated(o.tokens, self.layers, self.experts) if self._decode and o.key is not None else None
+            self._prompts[o.request] = _Prompt(o.key, o.tokens, generated=generated)
+        done: list[tuple[int, NDArray[np.unsignedinteger]]] = []
         for request, (first, hashes) in step.hashes.items():
             prompt = self._prompts.get(request)
             if prompt is not None and first == len(prompt.hashes):
                 prompt.hashes.extend(hashes)
+                named = [b for b in prompt.unnamed if b < len(prompt.hashes)]
+                done += [(prompt.hashes[b], prompt.unnamed.pop(b)) for b in named]
             else:  # an earlier step never came: which hash is which block's cannot be known any more
                 self._prompts.pop(request, None)
-        done: list[tuple[int, NDArray[np.unsignedinteger]]] = []
         records: list[Record] = []
-        for chunk, (counts, whole) in zip(step.chunks, self._cells(step.chunks, rows, ids), strict=True):
+        for chunk, at in zip(step.chunks, rows, strict=True):
             prompt = self._prompts.get(chunk.request)
-            if prompt is not None:
+            if prompt is None:
+                continue
+            if self._blocks:
+                counts, whole = self._chunk(chunk, at, ids)
                 self._take(prompt, chunk, counts, whole, done, records)
-        for request in step.closed:
-            self._prompts.pop(request, None)
+            if prompt.generated is not None and chunk.start >= prompt.tokens:
+                usable = ids is not None and at is not None and int(at.max()) < len(ids)
+                prompt.generated.take(chunk.start, ids[at] if usable and ids is not None else None, chunk.stop)
+        decoded = [d for request, tokens in step.closed.items() if (d := self._close(request, tokens)) is not None]
         hashes_done = np.array([h for h, _ in done], wire.HASH)
         counts_done = np.array([c for _, c in done], self.dtype).reshape(len(done), self.width)
-        return Counted(hashes_done, counts_done, records)
+        return Counted(hashes_done, counts_done, records, decoded)
+
+    def _close(self, request: str, tokens: int) -> Decoded | None:
+        prompt = self._prompts.pop(request, None)
+        if prompt is None or prompt.generated is None or prompt.key is None:
+            return None
+        counts = prompt.generated.close(tokens - 1)
+        if counts is None:
+            return None
+        return Decoded(prompt.key, tokens - 1, counts.astype(wire.DTYPES[wire.dtype_of_decoded(tokens - 1)]))
 
     def _spans(self, chunk: Chunk) -> list[tuple[int, int, int]]:
         """(block, first, end) positions of each block the chunk touches."""
@@ -203,15 +259,10 @@ class Attributor:
             for b in range(chunk.start // size, (chunk.stop - 1) // size + 1)
         ]
 
-    def _cells(
-        self, chunks: Sequence[Chunk], rows: Sequence[NDArray[np.int64] | None], ids: NDArray[np.signedinteger] | None
-    ) -> list[tuple[NDArray[np.unsignedinteger], NDArray[np.bool_]]]:
-        """For each chunk: counts [blocks touched, L * E] and whether each block's tokens were all captured."""
-        return [self._chunk(chunk, at, ids) for chunk, at in zip(chunks, rows, strict=True)]
-
     def _chunk(
         self, chunk: Chunk, at: NDArray[np.int64] | None, ids: NDArray[np.signedinteger] | None
     ) -> tuple[NDArray[np.unsignedinteger], NDArray[np.bool_]]:
+        """Counts [blocks touched, L * E] and whether each block's tokens were all captured."""
         size, begin = self.block_size, chunk.start // self.block_size * self.block_size
         n = -(-(chunk.stop - begin) // size)
         counts = np.zeros((n, self.width), self.dtype)
@@ -253,6 +304,8 @@ class Attributor:
                 continue
             if block < len(prompt.hashes):
                 done.append((prompt.hashes[block], total))
+            elif (block + 1) * self.block_size > prompt.tokens:
+                prompt.unnamed[block] = total
             else:
                 prompt.bad.add(block)
         if chunk.stop == prompt.tokens and prompt.key is not None and not prompt.recorded:

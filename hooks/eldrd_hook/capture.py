@@ -42,7 +42,7 @@ class Snapshot:
 
     _ids: torch.Tensor
     _slots: torch.Tensor | None
-    _ready: torch.cuda.Event | None
+    _ready: torch.cuda.Event | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +53,33 @@ class Snapshot:
         if self._ready is not None:
             self._ready.synchronize()
         return self._ids.numpy(), None if self._slots is None else self._slots.numpy()
+
+
+class SideCopy:
+    """Copies of device tensors to pinned host memory on a stream of their own, so that the next step need not wait for
+    them. Nothing here makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def start(self, *tensors: torch.Tensor | None) -> tuple[list[torch.Tensor | None], torch.cuda.Event]:
+        """Begins copies behind what the current stream has been given; the host tensors, and the event of their end.
+
+        The tensors must not be written again: give clones of buffers that vLLM reuses.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            held = [None if t is None else self._host(t) for t in tensors]
+        ready = torch.cuda.Event()
+        ready.record(self._stream)
+        return held, ready
+
+    def _host(self, tensor: torch.Tensor) -> torch.Tensor:
+        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        held.copy_(tensor, non_blocking=True)
+        # Its memory goes back to the main stream's pool, which must not give it away before this stream has read it.
+        tensor.record_stream(self._stream)
+        return held
 
 
 class Capture:
@@ -71,6 +98,8 @@ class Capture:
             dtype=torch.int16,
             device=current_platform.device_type,
         )
+        self._side = SideCopy() if self._buffer.device.type == "cuda" else None
+        self._columns: torch.Tensor | None = None
         self._traced = traced(config)
         self._layers: dict[int, Any] = {}
         self._early: set[int] = set()
@@ -115,6 +144,8 @@ class Capture:
                 self.bind(module)
         if not self._layers:
             raise UnseenError("no layer of this model routes through vLLM's MoE runner")
+        # On the device once: an index from the host in every step would be a copy that the step waits for.
+        self._columns = torch.tensor(self.layers, device=self._buffer.device)
         self._buffer.fill_(SENTINEL)
 
     def _bind_kernel(self, runner: Any, method: Any, layer: int) -> None:
@@ -143,20 +174,15 @@ class Capture:
     def snapshot(self, rows: int, slots: torch.Tensor | None) -> Snapshot:
         """Takes the ids of the step's first ``rows`` rows and marks them as read, so that a layer that stops writing
         shows. Ordered on the device's stream after the forward pass; never waits for it."""
+        assert self._columns is not None
         written = self._buffer[:rows]
-        ids = written[:, self.layers]
-        if ids.device.type == "cpu":
-            written.fill_(SENTINEL)
-            return Snapshot(ids, None if slots is None else slots.clone(), None)
-        held = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        held.copy_(ids, non_blocking=True)
-        where = None
-        if slots is not None:
-            where = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
-            where.copy_(slots, non_blocking=True)
+        ids = written.index_select(1, self._columns)
         written.fill_(SENTINEL)
-        ready = torch.cuda.Event()
-        ready.record()
+        slots = None if slots is None else slots.clone()
+        if self._side is None:
+            return Snapshot(ids, slots)
+        (held, where), ready = self._side.start(ids, slots)
+        assert held is not None
         return Snapshot(held, where, ready)
 
 
@@ -168,8 +194,11 @@ def traced(config: Any) -> bool:
     return bool(current_platform.is_cpu()) and config.compilation_config.mode not in (None, CompilationMode.NONE)
 
 
-def check(config: Any) -> None:
-    """Refuses configurations under which counts would be missing or wrong. Raises UnseenError with the remedy."""
+def check(config: Any, *, decode: bool = False) -> None:
+    """Refuses configurations under which counts would be missing or wrong. Raises UnseenError with the remedy.
+
+    decode: whether generated tokens are to be counted.
+    """
     parallel = config.parallel_config
     if config.model_config.get_num_experts() <= 0:
         raise UnseenError("this model has no experts: take EldrConnector out of --kv-transfer-config")
@@ -185,6 +214,11 @@ def check(config: Any) -> None:
             raise UnseenError(f"a worker does not see all tokens and layers of its requests: serve with {flag} 1")
     if parallel.enable_dbo:
         raise UnseenError("dual batch overlap splits a step's tokens: drop --enable-dbo")
+    if decode and config.speculative_config is not None:
+        raise UnseenError(
+            "rejected drafts cannot be told from generated tokens: drop --speculative-config, or count prompts only "
+            "(--phase prefill; on a decode server take EldrConnector out)"
+        )
 
 
 _capture_of_process: Capture | None = None

@@ -1,4 +1,4 @@
-"""EldrConnector, a KV connector that moves no KV: it tells the worker which prompt tokens a step computes, and counts.
+"""EldrConnector, a KV connector that moves no KV: it tells the worker which tokens a step computes, and counts.
 
 Runs beside the connector that moves the KV, below vLLM's MultiConnector. The scheduler's side only reads the schedule;
 the worker's side hands each step to a thread (``worker.py``). No exception of the hook's reaches the engine once it has
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger("vllm.eldrd_hook")
+
+PHASES = ("prefill", "decode", "both")
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -65,7 +67,8 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
     """Both sides of the connector, as vLLM wants them.
 
     kv_connector_extra_config: ``eldr_endpoints`` (ZMQ addresses of the daemons), ``eldr_worker`` (this server's name),
-    ``eldr_phase`` (prefill or decode), ``eldr_queue_bytes``, ``eldr_row_bytes``.
+    ``eldr_phase``, ``eldr_queue_bytes``, ``eldr_row_bytes``. Phase ``prefill`` counts the blocks of prompts, ``decode``
+    the generated tokens of requests with an ``eldr_id``, ``both`` both, and the blocks that generation completes.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -73,8 +76,10 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
         self.failed = False
-        capture.check(vllm_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
+        phase = _phase(extra)
+        self._blocks, self._decode = phase != "decode", phase != "prefill"
+        capture.check(vllm_config, decode=self._decode)
         _, self._hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         group = _full_attention_group(kv_cache_config)
         self._group = group
@@ -82,14 +87,15 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: dict[str, Any] = {}
         self._unopened: set[str] = set()
         self._sent: dict[str, int] = {}
-        self._closed: list[str] = []
+        self._closed: dict[str, int] = {}
+        self._last_hashes: dict[str, tuple[int, list[int]]] = {}
         self._worker: worker.Worker | None = None
         if role == KVConnectorRole.WORKER:
             self._worker = worker.Worker(
                 vllm_config,
                 endpoints=_endpoints(extra),
                 name=str(extra.get("eldr_worker") or f"{socket.gethostname()}:{os.getpid()}"),
-                phase=str(extra.get("eldr_phase", "prefill")),
+                phase=phase,
                 hash_block_size=self._hash_block_size,
                 slot_layer=kv_cache_config.kv_cache_groups[group].layer_names[0],
                 slot_block_size=self._group_block_size,
@@ -106,6 +112,8 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_harmless(_nothing)
     def on_new_request(self, request: Any) -> None:
+        if not self._blocks and _eldr_id(request) is None:
+            return
         self._requests[request.request_id] = request
         self._unopened.add(request.request_id)
         self._sent[request.request_id] = 0
@@ -119,8 +127,11 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
     @_harmless(EldrMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> EldrMetadata:
         step = attribution.Step()
-        step.closed, self._closed = self._closed, []
+        step.closed, self._closed = self._closed, {}
+        step.hashes, self._last_hashes = self._last_hashes, {}
         metadata = EldrMetadata(step)
+        if not self._requests:
+            return metadata
         cached = scheduler_output.scheduled_cached_reqs
         starts = [(r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs]
         starts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -128,26 +139,35 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            stop = min(start + scheduler_output.num_scheduled_tokens[request_id], request.num_prompt_tokens)
-            if stop > start:
-                self._add(step, request, start, stop, scheduler_output.kv_connector_block_state)
+            stop, prompt = start + scheduler_output.num_scheduled_tokens[request_id], request.num_prompt_tokens
+            parts = [(start, min(stop, prompt))] if self._blocks else []
+            parts += [(max(start, prompt), stop)] if self._decode else []
+            for first, last in parts:
+                if last > first:
+                    self._add(step, request, first, last, first - start, scheduler_output.kv_connector_block_state)
         return metadata
 
-    def _add(self, step: attribution.Step, request: Any, start: int, stop: int, blocks: Any) -> None:
+    def _add(self, step: attribution.Step, request: Any, start: int, stop: int, skip: int, blocks: Any) -> None:
         request_id: str = request.request_id
         if request_id in self._unopened:
             # Only now is the prompt's length final: the connector that moves the KV may have cut it before.
             self._unopened.discard(request_id)
             step.opened.append(attribution.Opened(request_id, _eldr_id(request), request.num_prompt_tokens))
-        sent = self._sent[request_id]
-        fresh = request.block_hashes[sent:]
-        if fresh:
-            step.hashes[request_id] = (sent, [attribution.low64(h) for h in fresh])
-            self._sent[request_id] = sent + len(fresh)
+        if (fresh := self._fresh_hashes(request)) is not None:
+            step.hashes[request_id] = fresh
         table = blocks.get_block_ids(request_id)[self._group]
         size = self._group_block_size
         physical = tuple(table[start // size : (stop - 1) // size + 1])
-        step.chunks.append(attribution.Chunk(request_id, start, stop, physical))
+        step.chunks.append(attribution.Chunk(request_id, start, stop, physical, skip))
+
+    def _fresh_hashes(self, request: Any) -> tuple[int, list[int]] | None:
+        """The request's block hashes that the worker does not have yet, behind the index of the first."""
+        sent = self._sent[request.request_id]
+        if not self._blocks or len(request.block_hashes) == sent:
+            return None
+        fresh = [attribution.low64(h) for h in request.block_hashes[sent:]]
+        self._sent[request.request_id] = sent + len(fresh)
+        return sent, fresh
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -158,15 +178,18 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
         request: Any,
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Acknowledges in the response: ``{"eldr": {"id": ..., "blocks": full blocks of the prompt}}``."""
+        """Acknowledges a prompt in the response: ``{"eldr": {"id": ..., "blocks": full blocks of the prompt}}``."""
         request_id = request.request_id
-        known = self._requests.pop(request_id, None)
+        if request_id in self._requests and request_id not in self._unopened:
+            self._closed[request_id] = request.num_output_tokens
+            # Blocks that the last step completed got their hashes only now.
+            if self._decode and (fresh := self._fresh_hashes(request)) is not None:
+                self._last_hashes[request_id] = fresh
+        self._requests.pop(request_id, None)
         self._sent.pop(request_id, None)
         self._unopened.discard(request_id)
-        if known is not None:
-            self._closed.append(request_id)
         key = _eldr_id(request)
-        if key is None:
+        if key is None or not self._blocks:
             return False, None
         return False, {"eldr": {"id": key, "blocks": request.num_prompt_tokens // self._hash_block_size}}
 
@@ -197,6 +220,13 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
 def _eldr_id(request: Any) -> str | None:
     key = (request.kv_transfer_params or {}).get("eldr_id")
     return None if key is None else str(key)
+
+
+def _phase(extra: dict[str, Any]) -> str:
+    phase = str(extra.get("eldr_phase", "prefill"))
+    if phase not in PHASES:
+        raise ValueError(f"eldrd hook: eldr_phase is {phase!r}; it must be one of {', '.join(PHASES)}")
+    return phase
 
 
 def _endpoints(extra: dict[str, Any]) -> list[str]:

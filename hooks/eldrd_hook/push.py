@@ -70,7 +70,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    header: wire.Blocks | wire.Request
+    header: wire.Blocks | wire.Request | wire.Decoded
     arrays: tuple[NDArray[np.generic], ...]
 
     @property
@@ -182,6 +182,9 @@ class Pusher:
             header = wire.Blocks(wire.VERSION, 0, len(hashes), self._dtype)
             messages.append(_Message(header, (hashes, rows[at : at + _ROWS_A_MESSAGE])))
         messages.extend(self._record(r) for r in counted.records)
+        for d in counted.decoded:
+            dtype = wire.dtype_of_decoded(d.tokens)
+            messages.append(_Message(wire.Decoded(wire.VERSION, 0, d.key, d.tokens, dtype), (d.counts,)))
         if not messages:
             return
         with self._lock:
@@ -207,7 +210,7 @@ class Pusher:
     def _drop(self) -> None:
         self.dropped += 1
         if self.dropped == 1:
-            log.warning("eldrd hook: cannot send as fast as the engine prefills; dropping messages from here on")
+            log.warning("eldrd hook: cannot send as fast as the engine computes; dropping messages from here on")
 
     def _wake(self) -> None:
         # A full pipe means that the thread has a wake-up waiting already.

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 VERSION = 1
 HASH = np.dtype("<u8")
-DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {"u1": np.dtype("u1"), "u2": np.dtype("<u2")}
+DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {
+    "u1": np.dtype("u1"),
+    "u2": np.dtype("<u2"),
+    "u4": np.dtype("<u4"),
+}
 
 
 class WireError(ValueError):
@@ -63,6 +67,16 @@ class Request(msgspec.Struct, tag="request", tag_field="t", frozen=True):
     dtype: str
 
 
+class Decoded(msgspec.Struct, tag="decoded", tag_field="t", frozen=True):
+    """The end of a request: how many generated tokens were counted; frame: their counts ``dtype`` [L * E]."""
+
+    v: int
+    seq: int
+    id: str
+    tokens: int
+    dtype: str
+
+
 class Want(msgspec.Struct, tag="want", tag_field="t", frozen=True):
     """The daemon lacks n rows; frame: hashes ``<u8`` [n]."""
 
@@ -81,11 +95,16 @@ _decoder: msgspec.msgpack.Decoder[Want | Who] = msgspec.msgpack.Decoder(Want | W
 
 
 def dtype_for(block_size: int) -> str:
-    """The count type that cannot overflow: a block's token chooses an expert at most once a layer."""
+    """The count type of a block's row that cannot overflow: a token chooses an expert at most once a layer."""
     return "u1" if block_size < 256 else "u2"
 
 
-def encode(header: Hello | Blocks | Request, *arrays: NDArray[np.generic]) -> list[bytes]:
+def dtype_of_decoded(tokens: int) -> str:
+    """The count type of that many generated tokens."""
+    return "u2" if tokens < 1 << 16 else "u4"
+
+
+def encode(header: Hello | Blocks | Request | Decoded, *arrays: NDArray[np.generic]) -> list[bytes]:
     """The multipart message of ``header`` and its arrays, which already have the dtypes of the format."""
     return [_encoder.encode(header), *(np.ascontiguousarray(a).tobytes() for a in arrays)]
 

@@ -78,7 +78,9 @@ class Worker:
             return
         hello = _hello(config, self._capture, name=name, phase=phase, block_size=hash_block_size)
         pusher = push.Pusher(endpoints, hello, queue_bytes=queue_bytes, row_bytes=row_bytes)
-        attributor = attribution.Attributor(len(hello.layers), hello.experts, hash_block_size)
+        attributor = attribution.Attributor(
+            len(hello.layers), hello.experts, hash_block_size, blocks=phase != "decode", decode=phase != "prefill"
+        )
         self._counter = _Counter(attributor, pusher, slot_block_size)
         log.info(
             "eldrd hook %s: %d MoE layers x %d experts, top-%d, hash block %d, fingerprint %016x, to %s",

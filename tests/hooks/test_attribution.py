@@ -238,7 +238,7 @@ def test_hashes_after_a_lost_step_silence_the_request() -> None:
 def test_closed_requests_are_forgotten() -> None:
     a = Attributor(LAYERS, EXPERTS, BLOCK)
     chunk = Chunk("r", 0, 2, (1,))
-    a.count(Step([Opened("r", "key", 4)], {"r": (0, [7])}, [chunk], ["r"]), [np.arange(2)], _ids(2))
+    a.count(Step([Opened("r", "key", 4)], {"r": (0, [7])}, [chunk], {"r": 1}), [np.arange(2)], _ids(2))
     assert a._prompts == {}
 
 

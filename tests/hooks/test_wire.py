@@ -24,6 +24,7 @@ HELLO = {
 }
 BLOCKS = {"v": 1, "seq": 7, "n": 2, "dtype": "u1"}
 REQUEST = {"v": 1, "seq": 8, "id": "r-1", "tokens": 70, "blocks": 2, "tail": 6, "partial": False, "dtype": "u2"}
+DECODED = {"v": 1, "seq": 9, "id": "r-1", "tokens": 70_000, "dtype": "u4"}
 GOLDEN = {
     "Hello": (
         "8ca174a568656c6c6fa17601a4686f6f6ba5302e312e30a6776f726b6572a27030a57068617365a770726566696c6ca56d6f"
@@ -35,10 +36,13 @@ GOLDEN = {
         "89a174a772657175657374a17601a373657108a26964a3722d31a6746f6b656e7346a6626c6f636b7302a47461696c06a770"
         "61727469616cc2a56474797065a27532"
     ),
+    "Decoded": "86a174a76465636f646564a17601a373657109a26964a3722d31a6746f6b656e73ce00011170a56474797065a27534",
 }
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("Hello", HELLO), ("Blocks", BLOCKS), ("Request", REQUEST)])
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("Hello", HELLO), ("Blocks", BLOCKS), ("Request", REQUEST), ("Decoded", DECODED)]
+)
 def test_headers_are_golden_and_equal_on_both_sides(kind: str, fields: dict[str, object]) -> None:
     [ours] = hook.encode(getattr(hook, kind)(**fields))
     [theirs] = daemon.encode(getattr(daemon, kind)(**fields))
@@ -55,6 +59,15 @@ def test_arrays_are_read_as_they_were_written() -> None:
     np.testing.assert_array_equal(daemon.hashes(frames, 2), hashes)
     np.testing.assert_array_equal(daemon.counts(frames, 2, "u1", geometry), counts)
     assert hook.DTYPES == daemon.DTYPES
+
+
+def test_decoded_counts_are_read_as_they_were_written() -> None:
+    geometry = daemon.Hello(**HELLO).geometry()
+    counts = np.arange(12, dtype="<u4") * 100_000
+    frames = hook.encode(hook.Decoded(**DECODED), counts)
+    assert frames[1].hex().startswith("00000000a0860100")
+    np.testing.assert_array_equal(daemon.counts(frames, 1, "u4", geometry, at=1), counts[None])
+    assert [hook.dtype_of_decoded(n) for n in (0, 65_535, 65_536)] == ["u2", "u2", "u4"]
 
 
 def test_daemon_messages() -> None:
