@@ -234,7 +234,7 @@ class Daemon:
             recorder, self._recorder = self._recorder, None
             await recorder.close()
         if self._recorder is None and settings.capture.dir:
-            self._recorder = Recorder(settings.capture.dir, settings.capture.max_bytes, self._metrics)
+            self._recorder = Recorder(settings.capture.dir, settings.capture.max_bytes, self._metrics, self._receiver)
 
     def _captured(self, signature: Signature, output_tokens: int, label: str | None) -> None:
         if self._recorder is not None:

@@ -54,9 +54,14 @@ def prefill_body(fields: dict[str, Any], eldr_id: str, *, hand_off: bool) -> byt
     return orjson.dumps(body)
 
 
-def decode_parts(body: bytes, params: dict[str, Any]) -> list[bytes | memoryview]:
-    """The client's own bytes with the hand-off spliced in before the closing brace; large bodies are not copied."""
+def decode_parts(body: bytes, params: dict[str, Any], eldr_id: str = "") -> list[bytes | memoryview]:
+    """The client's own bytes with the hand-off spliced in before the closing brace; large bodies are not copied.
+
+    eldr_id: under which a hook on the decode worker is to send the experts of the generated tokens; empty: it is not to.
+    """
     end = body.rindex(b"}")
+    if eldr_id:
+        params = {**params, "eldr_id": eldr_id}
     return [memoryview(body)[:end], b',"kv_transfer_params":' + orjson.dumps(params) + b"}"]
 
 

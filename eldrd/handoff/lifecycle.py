@@ -239,7 +239,9 @@ class _Way:
             try:
                 try:
                     connection = await worker.pool.get()
-                    parts = self._post(worker, hand_off.id, vllm.decode_parts(self.request.body, hand_off.params))
+                    counted = hand_off.id if self.snap.settings.capture.dir and self.signature is not None else ""
+                    body = vllm.decode_parts(self.request.body, hand_off.params, counted)
+                    parts = self._post(worker, hand_off.id, body)
                     hand_off.given = True
                     limit_s = self.snap.settings.timeouts.first_byte_s
                     head = await connection.send(parts, limit_s, with_body=self.request.stream)

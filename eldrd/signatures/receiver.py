@@ -6,6 +6,7 @@ Chooses no worker and knows no HTTP. A signature leaves here exact, or as partia
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -26,6 +27,8 @@ log = structlog.get_logger()
 
 # Frames taken in one turn of the loop, so that a burst of large ones does not hold it.
 _BURST: Final = 32
+# Ended requests whose decode counts wait to be taken; the oldest goes.
+_DECODED: Final = 1024
 _NO_HASHES: Final = np.empty(0, np.uint64)
 _NO_TAIL: Final = np.empty(0, np.uint8)
 
@@ -36,6 +39,16 @@ class Signature:
 
     state: str
     counts: NDArray[np.int32]
+    tokens: int
+    geometry: Geometry
+    eldr_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a request generated: counts uint16 or uint32 [L * E] of ``tokens`` tokens, all but the last one."""
+
+    counts: NDArray[np.unsignedinteger[Any]]
     tokens: int
     geometry: Geometry
 
@@ -54,6 +67,7 @@ class _Peer:
 class _Pending:
     """A request whose signature somebody will ask for."""
 
+    eldr_id: str
     waiter: asyncio.Future[None] | None = None
     signature: Signature | None = None
     # While rows are lacking: what is needed to try again.
@@ -76,11 +90,12 @@ class SignatureReceiver:
         self._metrics = metrics
         self._frames = {
             k: metrics.frames.labels(k)
-            for k in ("hello", "blocks", "request", "unasked", "want", "who", "invalid", "lost", "unlike")
+            for k in ("hello", "blocks", "request", "decoded", "unasked", "want", "who", "invalid", "lost", "unlike")
         }
         self._peers: dict[bytes, _Peer] = {}
         self._pending: dict[str, _Pending] = {}
         self._lacking: dict[str, _Pending] = {}
+        self._decoded: OrderedDict[str, Decoded] = OrderedDict()
         self._socket: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._fd = -1
@@ -88,8 +103,13 @@ class SignatureReceiver:
 
     @property
     def geometry(self) -> Geometry | None:
-        """What the hooks count, None before the first hello."""
-        return next((p.geometry for p in self._peers.values()), None)
+        """What the hooks count of prompts, None before the first hello."""
+        return next((p.geometry for p in self._peers.values() if p.hello.phase != "decode"), None)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a hook counts generated tokens."""
+        return any(p.hello.phase != "prefill" for p in self._peers.values())
 
     @property
     def hooks(self) -> list[wire.Hello]:
@@ -131,12 +151,16 @@ class SignatureReceiver:
 
     def expect(self, eldr_id: str) -> None:
         """A prefill request with this id is about to be sent."""
-        self._pending[eldr_id] = _Pending()
+        self._pending[eldr_id] = _Pending(eldr_id)
 
     def forget(self, eldr_id: str) -> None:
         """Nobody will ask for this id any more."""
         self._pending.pop(eldr_id, None)
         self._lacking.pop(eldr_id, None)
+
+    def take_decoded(self, eldr_id: str) -> Decoded | None:
+        """What the hook of the decode worker counted for a request that ended, once; None if nothing came (yet)."""
+        return self._decoded.pop(eldr_id, None)
 
     async def wait(self, eldr_id: str, timeout_s: float) -> Signature | None:
         """The signature of an expected request, waiting up to ``timeout_s``; None if the hook's record has not come."""
@@ -190,6 +214,9 @@ class SignatureReceiver:
             elif isinstance(header, wire.Request):
                 self._sequence(peer, header.seq)
                 self._request(peer, header, frames)
+            elif isinstance(header, wire.Decoded):
+                self._sequence(peer, header.seq)
+                self._take_decoded(peer, header, frames)
             else:
                 raise wire.WireError("a frame that only eldrd sends")
         except ValueError as e:
@@ -211,7 +238,8 @@ class SignatureReceiver:
         if min(geometry.shape) < 1 or not 1 <= geometry.top_k <= geometry.experts or geometry.block_size < 1:
             raise wire.WireError(f"geometry {geometry.shape}, top-{geometry.top_k}, block {geometry.block_size}")
         others = self.geometry
-        if others is not None and others != geometry:
+        # A decode server may have another block size: only its layers and experts matter, and those where they are used.
+        if hello.phase != "decode" and others is not None and others != geometry:
             self._frames["unlike"].inc()
             log.warning("hook_geometry_differs", worker=hello.worker, shape=geometry.shape, others=others.shape)
         # A hook that reconnects comes under a new identity: its old one is gone.
@@ -254,7 +282,7 @@ class SignatureReceiver:
         if header.partial:
             counts = pending.tail.astype(np.int32)
             self._cache.gather(peer.geometry, pending.hashes, counts)
-            pending.signature = Signature("partial", counts, header.tokens, peer.geometry)
+            pending.signature = Signature("partial", counts, header.tokens, peer.geometry, header.id)
         elif not self._sum(pending, peer):
             pending.peer = peer
             self._lacking[header.id] = pending
@@ -264,6 +292,16 @@ class SignatureReceiver:
             return
         _wake(pending.waiter)
 
+    def _take_decoded(self, peer: _Peer, header: wire.Decoded, frames: list[bytes]) -> None:
+        self._frames["decoded"].inc()
+        geometry = peer.geometry
+        counts = wire.counts(frames, 1, header.dtype, geometry, at=1)[0]
+        if int(counts.sum()) != header.tokens * len(geometry.layers) * geometry.top_k:
+            raise wire.WireError(f"decode counts that are not those of {header.tokens} tokens")
+        self._decoded[header.id] = Decoded(counts, header.tokens, geometry)
+        if len(self._decoded) > _DECODED:
+            self._decoded.popitem(last=False)
+
     def _sum(self, pending: _Pending, peer: _Peer) -> bool:
         """Add up the request's rows; whether none is lacking."""
         counts = pending.tail.astype(np.int32)
@@ -272,7 +310,7 @@ class SignatureReceiver:
         # Every prompt token chose top_k experts in every layer: anything else is not a whole signature.
         whole = int(counts.sum()) == pending.tokens * len(geometry.layers) * geometry.top_k
         state = "exact" if whole and not missing else "partial"
-        pending.signature = Signature(state, counts, pending.tokens, geometry)
+        pending.signature = Signature(state, counts, pending.tokens, geometry, pending.eldr_id)
         if missing:
             return False
         pending.peer = None

@@ -249,3 +249,10 @@ def test_early_stream_ends_with_done() -> None:
     body = vllm.early_stream({"choices": [{"text": "a"}]}, chat=False, include_usage=False)
     assert body.endswith(b"\n\ndata: [DONE]\n\n")
     assert orjson.loads(body.split(b"\n\n")[0].removeprefix(b"data: "))["choices"][0]["text"] == "a"
+
+
+def test_the_id_goes_to_decode_only_where_it_is_to_count() -> None:
+    body = json.dumps(COMPLETION).encode()
+    counted = json.loads(b"".join(vllm.decode_parts(body, PARAMS, "r-1")))
+    assert counted["kv_transfer_params"] == {**PARAMS, "eldr_id": "r-1"}
+    assert "eldr_id" not in PARAMS

@@ -66,6 +66,10 @@ class Hook:
         header = wire.Request(1, self.seq, id_, tokens, len(hashes), tokens % BLOCK, partial, dtype)
         await self.send(header, np.array(hashes, wire.HASH), tail)
 
+    async def decoded(self, id_: str, counts: NDArray[Any], tokens: int, dtype: str = "u2") -> None:
+        self.seq += 1
+        await self.send(wire.Decoded(1, self.seq, id_, tokens, dtype), counts.astype(wire.DTYPES[dtype]))
+
     async def receive(self) -> tuple[wire.Header, list[bytes]]:
         frames = await asyncio.wait_for(self.socket.recv_multipart(), 5)
         return wire.decode_header(frames[0]), frames
@@ -145,6 +149,56 @@ async def test_counts_of_sixteen_bits(bench: Bench) -> None:
     signature = await bench.receiver.wait("r", 5)
     assert signature is not None
     assert np.array_equal(signature.counts, TOTAL)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4"])
+async def test_decode_counts_are_taken_once(bench: Bench, dtype: str) -> None:
+    """From a hook on a decode server whose blocks have another size: it is no other geometry for prompts."""
+    prefill, decode = bench.hook(), bench.hook()
+    await decode.hello(worker="d0", phase="decode", block_size=64)
+    await bench.until("hello")
+    assert bench.receiver.geometry is None
+    assert bench.receiver.decoding
+    await prefill.hello()
+    await bench.until("hello", 2)
+    assert bench.receiver.geometry == HELLO.geometry()
+    assert bench.frames("unlike") == 0
+    assert bench.receiver.take_decoded("r") is None
+    await decode.decoded("r", TAIL, 5, dtype)
+    await bench.until("decoded")
+    found = bench.receiver.take_decoded("r")
+    assert found is not None
+    assert (found.tokens, found.counts.tolist(), found.geometry.block_size) == (5, TAIL.tolist(), 64)
+    assert bench.receiver.take_decoded("r") is None
+
+
+async def test_decode_counts_that_do_not_add_up(bench: Bench) -> None:
+    hook = bench.hook()
+    await hook.hello(phase="both")
+    await hook.decoded("r", TAIL, 6)
+    await bench.until("invalid")
+    assert bench.receiver.take_decoded("r") is None
+
+
+async def test_decode_counts_that_nobody_takes_are_bounded(bench: Bench) -> None:
+    hook = bench.hook()
+    await hook.hello(phase="decode")
+    for i in range(1100):
+        await hook.decoded(f"r{i}", TAIL, 5)
+    await bench.until("decoded", 1100)
+    assert bench.receiver.take_decoded("r0") is None
+    assert bench.receiver.take_decoded("r1099") is not None
+    assert len(bench.receiver._decoded) <= 1024
+
+
+async def test_a_signature_names_its_request(bench: Bench) -> None:
+    hook = bench.hook()
+    bench.receiver.expect("r")
+    await hook.hello()
+    await hook.request("r", [], TAIL, 5)
+    signature = await bench.receiver.wait("r", 5)
+    assert signature is not None
+    assert signature.eldr_id == "r"
 
 
 async def test_missing_without_a_record(bench: Bench) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from eldrd.signatures import recorder as module
 from eldrd.signatures.capture import CaptureWriter, load_capture
 from eldrd.signatures.geometry import Geometry
-from eldrd.signatures.receiver import Signature
+from eldrd.signatures.receiver import Decoded, Signature
 from eldrd.signatures.recorder import Recorder
 from eldrd.telemetry.metrics import Metrics
 
@@ -45,6 +45,88 @@ async def test_what_was_added_is_read(tmp_path: Path) -> None:
     assert np.array_equal(capture.prefill[:, 0, 0], np.arange(200))
     assert counted(metrics, "added") == 200
     assert counted(metrics, "not_exact") == 1
+
+
+class DecodeHook:
+    """Decode counts that come when the test says so."""
+
+    def __init__(self, *, decoding: bool = True) -> None:
+        self.decoding = decoding
+        self.here: dict[str, Decoded] = {}
+
+    def come(self, eldr_id: str, n: int, geometry: Geometry = GEOMETRY) -> None:
+        self.here[eldr_id] = Decoded(np.full(geometry.width, n, np.uint16), n, geometry)
+
+    def take_decoded(self, eldr_id: str) -> Decoded | None:
+        return self.here.pop(eldr_id, None)
+
+
+def named(n: int) -> Signature:
+    return Signature("exact", np.full(GEOMETRY.width, n, np.int32), n, GEOMETRY, f"r{n}")
+
+
+async def test_decode_counts_join_before_and_after_the_end_of_the_answer(tmp_path: Path) -> None:
+    """In any order, even while others are still awaited; what never comes is left out and counted."""
+    metrics, hook = Metrics(), DecodeHook()
+    recorder = Recorder(str(tmp_path), 1 << 20, metrics, hook)
+    hook.come("r0", 100)
+    for i in range(4):
+        recorder.add(named(i), 7, None)
+    await asyncio.sleep(0.05)
+    hook.come("r2", 102)
+    hook.come("r1", 101)
+    await recorder.close()
+    capture = load_capture(tmp_path)
+    assert capture.decode is not None
+    assert sorted(zip(capture.prompt_tokens.tolist(), capture.decode[:, 0, 0].tolist(), strict=True)) == [
+        (0, 100),
+        (1, 101),
+        (2, 102),
+    ]
+    assert (counted(metrics, "added"), counted(metrics, "no_decode")) == (3, 1)
+    assert hook.here == {}
+
+
+async def test_steady_traffic_does_not_hold_back_what_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FLUSH_S", 0.05)
+    hook = DecodeHook()
+    recorder = Recorder(str(tmp_path), 1 << 20, Metrics(), hook)
+    for i in range(60):
+        if i:
+            hook.come(f"r{i - 1}", i)
+        recorder.add(named(i), 1, None)
+        await asyncio.sleep(0.01)
+    assert len(load_capture(tmp_path).labels) > 10
+    await recorder.close()
+
+
+async def test_without_a_decode_hook_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DECODED_S", 60)
+    hook = DecodeHook(decoding=False)
+    recorder = Recorder(str(tmp_path), 1 << 20, Metrics(), hook)
+    recorder.add(named(1), 1, None)
+    await recorder.flush()
+    hook.decoding = True
+    hook.come("r2", 2)
+    recorder.add(named(2), 1, None)
+    await recorder.close()
+    capture = load_capture(tmp_path)
+    assert capture.decode is None
+    assert capture.prompt_tokens.tolist() == [1, 2]
+
+
+async def test_decode_counts_of_another_model(tmp_path: Path) -> None:
+    metrics, hook = Metrics(), DecodeHook()
+    recorder = Recorder(str(tmp_path), 1 << 20, metrics, hook)
+    hook.come("r1", 1, Geometry("m", 7, (0, 1), 8, 2, 8))
+    hook.come("r2", 2, Geometry("m", 9, (0, 1), 4, 2, 64))
+    recorder.add(named(1), 1, None)
+    recorder.add(named(2), 1, None)
+    await recorder.close()
+    assert load_capture(tmp_path).prompt_tokens.tolist() == [2]
+    assert counted(metrics, "no_decode") == 1
 
 
 async def test_nothing_added_makes_no_directory(tmp_path: Path) -> None:
