@@ -35,8 +35,33 @@ _METADATA: Final[dict[str, Any]] = {
 }
 
 
+# Optional: the array ``placement`` and this in the metadata.
+_PLACEMENT: Final = "placement"
+
+
+class _PlacementEntry(msgspec.Struct, frozen=True):
+    ranks: int
+    balance_before: float
+    balance_after: float
+
+
 class PartitionError(ValueError):
     """A partition that cannot be used; the message names the file and the field."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Experts of each worker's layers, rank by rank, for expert parallelism.
+
+    ranks: R, which divides E; experts: int32 [K, L, E], row k, l holds the expert ids of rank 0's E / R seats, then of
+    rank 1's and so on; balance_before, balance_after: active experts of the most loaded rank over the mean rank's, for
+    consecutive experts and for this placement, as the fit predicts it.
+    """
+
+    ranks: int
+    experts: NDArray[np.int32]
+    balance_before: float
+    balance_after: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +71,8 @@ class Partition:
     centroids: float32 [K, D] unit rows, D = S * E; idf: float32 [L, E]; layers: int32 [S], ascending row positions
     into the geometry's L layers; workers: K names in row order; tau: the locality band the fit was made for;
     requests: how many were clustered; rho: Spearman correlation of signature and decode distances, None where the
-    capture has no decode counts; cluster_sizes: requests per worker; created: ISO 8601, UTC.
+    capture has no decode counts; cluster_sizes: requests per worker; created: ISO 8601, UTC; placement: where
+    `eldrd fit --ep-ranks` made one.
     """
 
     centroids: NDArray[np.float32]
@@ -59,6 +85,7 @@ class Partition:
     rho: float | None
     cluster_sizes: tuple[int, ...]
     created: str
+    placement: Placement | None = None
 
     @property
     def fingerprint(self) -> int:
@@ -73,6 +100,10 @@ def save(partition: Partition, path: Path) -> None:
         raise PartitionError(f"{path}: {problem}")
     arrays = {name: np.ascontiguousarray(getattr(partition, name), dtype) for name, dtype in _ARRAYS.items()}
     metadata = {name: msgspec.json.encode(getattr(partition, name)).decode() for name in _METADATA}
+    if (placed := partition.placement) is not None:
+        arrays[_PLACEMENT] = np.ascontiguousarray(placed.experts, np.int32)
+        entry = _PlacementEntry(placed.ranks, placed.balance_before, placed.balance_after)
+        metadata[_PLACEMENT] = msgspec.json.encode(entry).decode()
     write_atomic(path, to_safetensors(arrays, {"format": FORMAT, "version": VERSION, **metadata}))
 
 
@@ -88,13 +119,19 @@ def load(path: Path) -> Partition:
             for name, kind in _METADATA.items():
                 fields[name] = _decode(path, name, metadata, kind)
             present = set(f.keys())
-            for name, dtype in _ARRAYS.items():
+            wanted = _ARRAYS | ({_PLACEMENT: np.dtype("i4")} if _PLACEMENT in metadata else {})
+            for name, dtype in wanted.items():
                 if name not in present:
                     raise PartitionError(f"{path}: {name} is missing")
                 array = f.get_tensor(name)
                 if array.dtype != dtype:
                     raise PartitionError(f"{path}: {name} is {array.dtype}, expected {dtype}")
                 fields[name] = array
+            if _PLACEMENT in metadata:
+                entry = _decode(path, _PLACEMENT, metadata, _PlacementEntry)
+                fields[_PLACEMENT] = Placement(
+                    entry.ranks, fields[_PLACEMENT], entry.balance_before, entry.balance_after
+                )
     except (OSError, SafetensorError) as e:
         raise PartitionError(f"{path}: not a readable partition file: {e}") from None
     partition = Partition(**fields)
@@ -164,5 +201,12 @@ def _problems(p: Partition) -> Iterator[str]:
         yield f"tau is {p.tau}, expected 0..2"
     if p.rho is not None and not -1.001 <= p.rho <= 1.001:
         yield f"rho is {p.rho}, expected -1..1"
+    if (placed := p.placement) is not None:
+        if placed.ranks < 1 or experts % placed.ranks:
+            yield f"placement is for {placed.ranks} ranks, which do not divide {experts} experts"
+        if placed.experts.shape != (k, layers, experts):
+            yield f"placement has shape {placed.experts.shape}, expected {(k, layers, experts)}"
+        if np.any(np.sort(placed.experts, axis=2) != np.arange(experts)):
+            yield "placement must hold every expert once a worker and layer"
     if len(p.cluster_sizes) != k or min(p.cluster_sizes) < 0 or sum(p.cluster_sizes) != p.requests:
         yield f"cluster_sizes must be {k} sizes that sum to requests ({p.requests})"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from scipy.stats import spearmanr
 
+from eldrd.partitions import layers
 from eldrd.partitions.transform import units
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from eldrd.signatures.capture import Capture
 
 MAX_PAIRS: Final = 20_000
-_CHUNK: Final = 1_024
 
 
 def sample_pairs(n: int, seed: int, limit: int = MAX_PAIRS) -> NDArray[np.int64]:
@@ -35,24 +35,37 @@ def sample_pairs(n: int, seed: int, limit: int = MAX_PAIRS) -> NDArray[np.int64]
 
 def cosine_distances(x: NDArray[Any], pairs: NDArray[np.int64]) -> NDArray[np.float64]:
     """1 - cosine for pairs int64 [P, 2] of the rows of x [N, D]: float64 [P]. A zero row is at distance 1 of all."""
-    norms = np.linalg.norm(x.astype(np.float64), axis=1)
-    dots = np.empty(len(pairs))
-    for start in range(0, len(pairs), _CHUNK):  # all at once would copy x some P / N times
-        i, j = pairs[start : start + _CHUNK].T
-        dots[start : start + _CHUNK] = np.einsum("pd,pd->p", x[i], x[j], dtype=np.float64)
+    x = np.ascontiguousarray(x, np.float32)
+    norms = np.sqrt(np.einsum("nd,nd->n", x, x, dtype=np.float64))
+    dots = layers.pair_dots(x[:, None, :], pairs)[0]
     scale = norms[pairs[:, 0]] * norms[pairs[:, 1]]
     cosines: NDArray[np.float64] = np.divide(dots, scale, out=np.zeros_like(dots), where=scale > 0)
     return 1 - cosines
+
+
+def trace(capture: Capture, idf: NDArray[np.float32], seed: int, *, beyond_peak: bool = False) -> layers.Trace:
+    """The greedy search for the layer mask on counts x idf of a capture with decode counts."""
+    if capture.decode is None:
+        raise ValueError("the capture has no decode counts")
+    pairs = sample_pairs(len(capture.prefill), seed)
+    wanted = cosine_distances(capture.decode.reshape(len(capture.decode), -1), pairs)
+    x = capture.prefill.astype(np.float32)
+    x *= idf
+    return layers.greedy(x, wanted, pairs, beyond_peak=beyond_peak)
 
 
 def rho(signatures: NDArray[Any], decode: NDArray[Any], seed: int = 0) -> float | None:
     """Spearman correlation, over sampled pairs of requests, of the cosine distances of their signatures [N, D] and of
     their decode counts [N, L * E]; None where either kind of distance is constant. Source: ELDR, signature step 3."""
     pairs = sample_pairs(len(signatures), seed)
-    distances = cosine_distances(signatures, pairs), cosine_distances(decode, pairs)
-    if len(pairs) < 2 or any(np.ptp(d) == 0 for d in distances):
+    return spearman(cosine_distances(signatures, pairs), cosine_distances(decode, pairs))
+
+
+def spearman(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
+    """Spearman correlation of two rows; None where either is constant or too short."""
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
-    return float(spearmanr(*distances).statistic)
+    return float(spearmanr(a, b).statistic)
 
 
 def purity(labels: Sequence[str | None], assignment: NDArray[np.int64]) -> float | None:
@@ -65,6 +78,19 @@ def purity(labels: Sequence[str | None], assignment: NDArray[np.int64]) -> float
     for (k, _), n in pairs.items():
         best[k] = max(best[k], n)
     return best.total() / pairs.total() if pairs else None
+
+
+def nearest(partition: Partition, prefill: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The row of the nearest centroid of each request, int64 [N], for counts [N, L, E]."""
+    scores = units(prefill, partition.idf, partition.layers) @ partition.centroids.T
+    rows: NDArray[np.int64] = scores.argmax(axis=1)
+    return rows
+
+
+def moved(old: Partition, new: Partition, prefill: NDArray[np.int32]) -> float:
+    """Share of the requests [N, L, E] whose nearest worker is another one in ``new`` than in ``old``."""
+    before, after = (np.array(p.workers)[nearest(p, prefill)] for p in (old, new))
+    return float((before != after).mean())
 
 
 def report(partition: Partition, capture: Capture) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldrd.partitions import quality
+from eldrd.partitions.cluster import balanced_assignment
 from eldrd.partitions.file import load, save
-from eldrd.partitions.fit import FitError, FitWarning, balanced_assignment, fit
+from eldrd.partitions.fit import FitError, FitWarning, fit
 from eldrd.partitions.transform import idf, units
 from eldrd.signatures.capture import Capture
 from eldrd.signatures.geometry import Geometry
@@ -70,7 +71,7 @@ def test_recovers_planted_domains(tmp_path: Path) -> None:
     assert p.requests == 120
     assert p.workers == ("d0", "d1", "d2", "d3")
     assert p.geometry == capture.geometry
-    assert p.layers.tolist() == [0, 1, 2]
+    assert set(p.layers.tolist()) <= {0, 1, 2}
     np.testing.assert_array_equal(p.idf, idf(capture.prefill))
     report = quality.report(p, capture)
     assert report["purity"] > 0.98
@@ -107,7 +108,7 @@ def test_greedy_drops_layers_of_noise() -> None:
     capture = planted(noisy_layers=4)
     p = fit(capture, ["d0", "d1"], layers="greedy")
     assert set(p.layers.tolist()) <= {0, 1, 2}
-    everything = fit(capture, ["d0", "d1"])
+    everything = fit(capture, ["d0", "d1"], layers="all")
     assert p.rho is not None
     assert everything.rho is not None
     assert p.rho > everything.rho
