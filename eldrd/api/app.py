@@ -124,8 +124,11 @@ class App:
                 body = await _body(http, snapshot.settings.server.max_body_bytes)
                 request = openai.parse(path, body, http.headers, self._admin.model_names(), self._admin.aliases())
                 port = ClientPort(http, request.client_id, stream=request.stream, headers=allowed)
-                async with self._admission.admitted():
+                await self._admission.enter()
+                try:
                     answer = await self._lifecycle.serve(request, snapshot, port, record)
+                finally:
+                    self._admission.leave()
             except Failure as failure:
                 record.outcome = failure.outcome
                 answer = errors.error_answer(failure)

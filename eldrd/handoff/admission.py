@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-from typing import TYPE_CHECKING
 
 from eldrd.handoff.failure import Failure
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 def queue_full() -> Failure:
@@ -33,18 +28,16 @@ class Admission:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @contextlib.asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """Wait for a place and hold it. Raises Failure(429) if as many as may wait do so already."""
+    async def enter(self) -> None:
+        """Wait for a place; whoever gets one must ``leave``. Raises Failure(429) if as many as may wait do so already."""
         if self.limit and (self.running >= self.limit or self._waiting):
             await self._wait()
         else:
             self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self._next()
+
+    def leave(self) -> None:
+        self.running -= 1
+        self._next()
 
     async def _wait(self) -> None:
         if len(self._waiting) >= self.queue:

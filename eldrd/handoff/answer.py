@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +41,7 @@ class Client(Protocol):
         whole_events: what has been written ends with a whole event in plain text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A whole answer, to be sent as it is. relayed: it has been written already; ``complete`` says whether all of it."""
 
     status: int

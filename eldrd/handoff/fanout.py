@@ -7,9 +7,9 @@ mostly a prefix-cache hit) and its own decode worker. Choices are numbered as vL
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 
 from eldrd.fleet.events import DONE, ChunkDecoder, EventSplitter
@@ -59,7 +59,7 @@ def split(request: Request) -> list[Request]:
                 fields["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
             id_ = f"{request.id}-{len(parts)}"
             parts.append(
-                dataclasses.replace(
+                msgspec.structs.replace(
                     request,
                     id=id_,
                     body=orjson.dumps(fields),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Request:
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """id: unique inside the fleet, sent to workers as X-Request-Id and as eldr_id; client_id: the client's own
     X-Request-Id or ``id``, echoed; path: the worker's path; body: the client's bytes; fields: the same, parsed;
     prefix: leading bytes of the prompt, for the prefill choice; single_token: the answer is one token long; samples: n;

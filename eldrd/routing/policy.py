@@ -7,7 +7,6 @@ clock: whoever calls it says what time it is, so that it runs in real and in vir
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ class NoWorkerError(LookupError):
     """No worker is usable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """worker: row chosen; score: the policy's own measure of it (cosine for eldr, in-flight for jsq, milliseconds for
     union); candidates: how many workers the last choice was among; reason: what decided, a short constant for logs and
     metrics."""

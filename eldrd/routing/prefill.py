@@ -7,8 +7,8 @@ from bisect import bisect_right
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol
 
-from eldrd.routing.load import ShortestQueue, usable_rows
-from eldrd.routing.policy import Decision
+from eldrd.routing.load import ShortestQueue
+from eldrd.routing.policy import Decision, NoWorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,19 +66,22 @@ class PrefixHash:
         never closes it. Reasons: prefix; down (the next usable worker on the ring stands in for the owner); gate.
         score is the chosen worker's in flight. Raises NoWorkerError if no worker is usable.
         """
-        rows = usable_rows(usable)
+        up, loads = usable.tolist(), in_flight.tolist()
+        total = sum(load for load, ok in zip(loads, up, strict=True) if ok) + 1
+        count = sum(up)
+        if not count:
+            raise NoWorkerError
         start = bisect_right(self._points, _hash(key[: self._block_bytes]))
         owner = self._rows[start % len(self._rows)]
         reason = PREFIX
-        if not usable[owner]:
+        if not up[owner]:
             reason = DOWN
-            owner = self._next_usable(start, usable)
-        total = int(in_flight[rows].sum()) + 1
-        if in_flight[owner] + 1 > math.ceil(self._gate * total / len(rows)):
+            owner = self._next_usable(start, up)
+        if loads[owner] + 1 > math.ceil(self._gate * total / count):
             return self._least_loaded.choose_because(GATE, in_flight, usable)
-        return Decision(owner, float(in_flight[owner]), 1, reason)
+        return Decision(owner, float(loads[owner]), 1, reason)
 
-    def _next_usable(self, start: int, usable: NDArray[np.bool_]) -> int:
+    def _next_usable(self, start: int, usable: list[bool]) -> int:
         ring = (self._rows[(start + i) % len(self._rows)] for i in range(len(self._rows)))
         return next(row for row in ring if usable[row])
 

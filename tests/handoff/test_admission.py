@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from eldrd.handoff.admission import Admission
 from eldrd.handoff.failure import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 
 def admission(limit: int, queue: int) -> Admission:
@@ -17,8 +22,17 @@ def admission(limit: int, queue: int) -> Admission:
     return a
 
 
+@contextlib.asynccontextmanager
+async def place(a: Admission) -> AsyncIterator[None]:
+    await a.enter()
+    try:
+        yield
+    finally:
+        a.leave()
+
+
 async def hold(a: Admission, release: asyncio.Event, order: list[int], i: int = 0) -> None:
-    async with a.admitted():
+    async with place(a):
         order.append(i)
         await release.wait()
 
@@ -105,7 +119,7 @@ async def test_any_order_of_coming_and_going(seed: int) -> None:
 
     async def one() -> None:
         nonlocal at_once, most
-        async with a.admitted():
+        async with place(a):
             at_once += 1
             most = max(most, at_once)
             try:
