@@ -1,8 +1,9 @@
-"""Commands: `python -m loadgen fleet` and `python -m loadgen demo`. Options only; the work is done elsewhere."""
+"""Commands of `python -m loadgen`. Options only; the work is done elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from loadgen import demo as demos
 from loadgen.daemon import DaemonError
 from loadgen.fleet import FleetSpec
 from loadgen.fleet.emulated import serve
+from loadgen.simulate import CELLS
 
 
 @click.group(context_settings={"show_default": True})
@@ -96,6 +98,29 @@ def prove_vllm(out: Path, rounds: int, requests: int, rate: float) -> None:
     from loadgen.vllm import prove
 
     sys.exit(asyncio.run(prove.run(prove.Plan(out.resolve(), rounds=rounds, requests=requests, rate=rate))))
+
+
+@main.command()
+@click.option(
+    "--cells", default="quick", type=click.Choice(CELLS), help="Which experiments; paper: all published ones."
+)
+@click.option("--seeds", default=3, type=click.IntRange(1, 100), help="Repetitions of each with other requests.")
+@click.option(
+    "--out", default=Path("out/simulate"), type=click.Path(path_type=Path, file_okay=False), help="Output folder."
+)
+@click.option("--processes", default=0, type=click.IntRange(0, 256), help="0 for one a core.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
+def simulate(cells: str, seeds: int, out: Path, processes: int, *, as_json: bool) -> None:
+    """Compare routing policies in virtual time: tables, and figures and JSON in the output folder."""
+    from rich.console import Console
+
+    from loadgen.simulate import command
+
+    console = Console(quiet=as_json, width=None if sys.stdout.isatty() else 200)
+    plan = command.Plan(cells, seeds, out, processes)
+    content = command.simulate(plan, console, lambda line: click.echo(line, err=True))
+    if as_json:
+        click.echo(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Runs the experiments in processes and writes tables, figures and JSON. Options come from `python -m loadgen simulate`."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from eldrd.routing.build import warm_up
+from loadgen.simulate.cells import plan, run
+from loadgen.simulate.report import figures, summary, tables, worst
+from loadgen.simulate.scenario import MIXES, SHAPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """cells: see cells.CELLS; processes: 0 for one a core."""
+
+    cells: str
+    seeds: int
+    out: Path
+    processes: int = 0
+
+
+def simulate(plan_: Plan, console: Console, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Simulate, print and write ``<out>/<cells>.json`` and a PNG a cell; the content of the JSON."""
+    started = perf_counter()
+    units = plan(plan_.cells, plan_.seeds)
+    # Compiled once here, the processes find the kernels in Numba's cache on disk.
+    warm_up()
+    processes = min(plan_.processes or os.cpu_count() or 1, len(units))
+    # A process is one core's work; BLAS reads these as the processes start.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    rows: list[dict[str, Any]] = []
+    # Spawned: a fork would share the thread pools of the numerical libraries.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for done, found in enumerate(pool.imap(run, units), 1):
+            rows += found
+            last = found[-1]
+            where = f"{last['model']}, {last['workload']}, seed {last['seed']}"
+            progress(f"{done}/{len(units)} {where} ({perf_counter() - started:.0f} s)")
+    for table in tables(rows):
+        console.print(table)
+    drawn = figures(rows, plan_.out)
+    content = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cells": plan_.cells,
+        "seconds": round(perf_counter() - started, 1),
+        "models": [asdict(s) for s in SHAPES],
+        "workloads": [asdict(m) for m in MIXES],
+        "summary": summary(rows),
+        "over_all_cells": worst(rows),
+        "figures": [str(path) for path in drawn],
+        "runs": rows,
+    }
+    plan_.out.mkdir(parents=True, exist_ok=True)
+    (plan_.out / f"{plan_.cells}.json").write_text(json.dumps(content, indent=1) + "\n")
+    return content
