@@ -78,11 +78,11 @@ def bench_cache(rng: np.random.Generator, rows: int) -> dict[str, float]:
     }
 
 
-def bench_decision(rng: np.random.Generator, workers: int) -> dict[str, float]:
-    """One eldr decision from raw counts, beside its NumPy version."""
-    names = tuple(f"d{i}" for i in range(workers))
+def random_partition(rng: np.random.Generator, names: tuple[str, ...]) -> Partition:
+    """One of all layers, for decisions whose cost does not depend on what is in it."""
+    workers = len(names)
     centroids = rng.random((workers, GEOMETRY.width), np.float32)
-    partition = Partition(
+    return Partition(
         centroids=centroids / np.linalg.norm(centroids, axis=1, keepdims=True),
         idf=rng.random(GEOMETRY.shape, np.float32),
         layers=np.arange(LAYERS, dtype=np.int32),
@@ -94,6 +94,12 @@ def bench_decision(rng: np.random.Generator, workers: int) -> dict[str, float]:
         cluster_sizes=(1,) * workers,
         created="",
     )
+
+
+def bench_decision(rng: np.random.Generator, workers: int) -> dict[str, float]:
+    """One eldr decision from raw counts, beside its NumPy version."""
+    names = tuple(f"d{i}" for i in range(workers))
+    partition = random_partition(rng, names)
     policy = routing.build("eldr", partition=partition, workers=names, tau=0.1)
     counts = rng.integers(0, 50, GEOMETRY.width, dtype=np.int32)
     in_flight, usable = rng.integers(0, 40, workers, dtype=np.int32), np.ones(workers, np.bool_)
@@ -107,6 +113,58 @@ def bench_decision(rng: np.random.Generator, workers: int) -> dict[str, float]:
     ours = timed(lambda: policy.choose(in_flight, usable, counts), 2000)
     numpy_s = timed(lambda: plain(counts), 2000)
     return {"us": ours * 1e6, "numpy_us": numpy_s * 1e6, "speedup": numpy_s / ours}
+
+
+class PlainUnion:
+    """Union routing as NumPy says it: sums of logarithms a worker, exponentials when they are read."""
+
+    def __init__(self, workers: int, prior: NDArray[np.float32]) -> None:
+        self.sums = np.zeros((workers, GEOMETRY.width), np.float32)
+        self.n = np.zeros(workers, np.int32)
+        self.prior = prior
+
+    def choose(self, p: NDArray[np.float32]) -> int:
+        free = np.exp(self.sums)
+        added = free @ p / LAYERS
+        active = (1 - free).sum(axis=1) / LAYERS
+        lost = 0.2 * added + 0.06
+        return int((self.n * lost + 5.5 + 0.2 * active + 0.06 * self.n + lost).argmin())
+
+    def serve(self, counts: NDArray[np.int32], tokens: int) -> None:
+        p = np.minimum((counts.reshape(-1) + 8 * self.prior) / np.float32(tokens + 8), np.float32(0.98))
+        worker = self.choose(p)
+        log = np.log1p(-p)
+        self.sums[worker] += log
+        self.n[worker] += 1
+        self.sums[worker] -= log
+        self.n[worker] -= 1
+
+
+def bench_union(rng: np.random.Generator, name: str, workers: int, ranks: int = 1) -> dict[str, float]:
+    """A decision of union or guarded_band with admission and end, 32 requests on every worker, beside NumPy's; and
+    what learning from the answer adds."""
+    names = tuple(f"d{i}" for i in range(workers))
+    options = routing.Options(ranks=ranks)
+    policy = routing.build(name, partition=random_partition(rng, names), workers=names, tau=0.1, options=options)
+    weights = rng.random((64, *GEOMETRY.shape)) ** 8
+    tokens = 300
+    requests = rng.binomial(tokens, weights / weights.sum(axis=2, keepdims=True) * 8 % 1).astype(np.int32)
+    in_flight, usable = np.full(workers, 32, np.int32), np.ones(workers, np.bool_)
+    plain = PlainUnion(workers, (requests / tokens).mean(axis=0, dtype=np.float32).reshape(-1))
+    for i in range(32 * workers):
+        policy.admitted(i % workers, requests[i % 64], tokens, 0.0)
+        plain.sums[i % workers] += np.log1p(-np.minimum(requests[i % 64].reshape(-1) / np.float32(tokens), 0.98))
+    now = iter(range(1_000_000))
+
+    def ours(tpot_s: float | None = None) -> None:
+        counts = requests[next(now) % 64]
+        decision = policy.choose(in_flight, usable, counts, tokens)
+        policy.ended(policy.admitted(decision.worker, counts, tokens, float(next(now))), float(next(now)), tpot_s)
+
+    us = timed(ours, 2000) * 1e6
+    numpy_us = timed(lambda: plain.serve(requests[next(now) % 64], tokens), 200) * 1e6
+    learning_us = timed(lambda: ours(0.02), 2000) * 1e6 - us
+    return {"us": us, "numpy_us": numpy_us, "speedup": numpy_us / us, "learning_us": learning_us}
 
 
 def bench_prefill(rng: np.random.Generator, workers: int) -> dict[str, float]:
@@ -130,6 +188,9 @@ def main(out: Path, rows: int) -> None:
     results["cache"] = bench_cache(rng, rows)
     for workers in (16, 64):
         results[f"decision_{workers}"] = bench_decision(rng, workers)
+        for name in ("union", "guarded_band"):
+            results[f"{name}_{workers}"] = bench_union(rng, name, workers)
+    results["union_16_ep_4"] = bench_union(rng, "union", 16, ranks=4)
     results["prefix_hash_8"] = bench_prefill(rng, 8)
     table = Table("what", "figure", title=f"{LAYERS} layers x {EXPERTS} experts, {BLOCKS} blocks a prompt")
     for group, figures in results.items():

@@ -16,10 +16,12 @@ from loadgen.simulate.report import figures, summary, tables, worst
 from loadgen.simulate.scenario import MIXES, SHAPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from rich.console import Console
+
+    from loadgen.simulate.cells import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +41,11 @@ def simulate(plan_: Plan, console: Console, progress: Callable[[str], None]) -> 
     # Compiled once here, the processes find the kernels in Numba's cache on disk.
     warm_up()
     processes = min(plan_.processes or os.cpu_count() or 1, len(units))
-    # A process is one core's work; BLAS reads these as the processes start.
-    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     rows: list[dict[str, Any]] = []
-    # Spawned: a fork would share the thread pools of the numerical libraries.
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for done, found in enumerate(pool.imap(run, units), 1):
-            rows += found
-            last = found[-1]
-            where = f"{last['model']}, {last['workload']}, seed {last['seed']}"
-            progress(f"{done}/{len(units)} {where} ({perf_counter() - started:.0f} s)")
+    for done, found in enumerate(_results(units, processes), 1):
+        rows += found
+        where = f"{found[-1]['model']}, {found[-1]['workload']}, seed {found[-1]['seed']}"
+        progress(f"{done}/{len(units)} {where} ({perf_counter() - started:.0f} s)")
     for table in tables(rows):
         console.print(table)
     drawn = figures(rows, plan_.out)
@@ -66,3 +63,14 @@ def simulate(plan_: Plan, console: Console, progress: Callable[[str], None]) -> 
     plan_.out.mkdir(parents=True, exist_ok=True)
     (plan_.out / f"{plan_.cells}.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
+
+
+def _results(units: list[Unit], processes: int) -> Iterator[list[dict[str, Any]]]:
+    if processes == 1:
+        yield from map(run, units)
+        return
+    # A process is one core's work; BLAS reads these as the processes start.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    # Spawned: a fork would share the thread pools of the numerical libraries.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap(run, units)

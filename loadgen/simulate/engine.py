@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -91,14 +91,8 @@ class Fleet:
         self._admissions: dict[int, tuple[float, object]] = {}
         self._steps = self._step_experts = self._step_requests = 0.0
 
-    def run(
-        self,
-        trace: Trace,
-        prefill: int,
-        changes: Sequence[Change] = (),
-        on_time: Callable[[float], None] = lambda _: None,
-    ) -> Outcome:
-        """Serve a trace to its end. on_time: called with the time of each decision, before it."""
+    def run(self, trace: Trace, prefill: int, changes: Sequence[Change] = ()) -> Outcome:
+        """Serve a trace to its end, behind so many prefill workers."""
         population, policy = self._population, self._policy
         ready = prefilled(trace, population, prefill)
         order = np.argsort(ready, kind="stable")
@@ -133,7 +127,6 @@ class Fleet:
                 request = int(order[next_])
                 next_ += 1
                 now, row = float(arrives), int(trace.row[request])
-                on_time(now)
                 counts, tokens = population.counts[row], int(population.tokens[row])
                 label = str(population.domains[row])
                 wanted = counts if policy.wants_signature else None

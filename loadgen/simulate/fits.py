@@ -14,7 +14,6 @@ from eldrd.partitions.fit import fit
 from eldrd.partitions.transform import units
 
 if TYPE_CHECKING:
-
     from eldrd.partitions.file import Partition
     from eldrd.signatures.capture import Capture
     from loadgen.simulate.population import Population
