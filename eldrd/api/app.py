@@ -63,6 +63,7 @@ class App:
             auto_decompress=False,
             access_log=None,
             keepalive_timeout=server.keepalive_s,
+            malformed=self._metrics.requests.labels("", 400, "malformed").inc,
         )
 
     def _request(

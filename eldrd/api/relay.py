@@ -6,7 +6,7 @@ of aiohttp beyond its documented API is pinned in tests/api/test_relay.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
@@ -42,9 +42,30 @@ class RelayHandler(web.RequestHandler):
         if self.upstream is not None:
             self.upstream.resume()
 
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP gets an error object and is counted; a line of log for each would let anyone fill the disk."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        if self._manager is not None:
+            cast("RelayServer", self._manager).malformed()
+        failure = Failure(status, "BadRequestError", "The request is not well-formed HTTP.", outcome="malformed")
+        response = web.Response(status=status, body=error_body(failure), content_type="application/json")
+        response.force_close()
+        return response
+
 
 class RelayServer(web.Server):
-    """aiohttp's low-level server with RelayHandler connections."""
+    """aiohttp's low-level server with RelayHandler connections. malformed: called for each request that is no HTTP."""
+
+    def __init__(self, *args: Any, malformed: Callable[[], object], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.malformed = malformed
 
     def __call__(self) -> RelayHandler:
         return RelayHandler(self, loop=self._loop, **self._kwargs)

@@ -316,3 +316,11 @@ async def test_gone_at_any_time(stack: Stack, delay_ms: int) -> None:
     status, _, body = await client.answer()
     assert (status, body) == (200, b"9\r\ndata: a\n\n\r\n" * 10 + b"0\r\n\r\n")
     client.close()
+
+
+async def test_what_is_no_http_is_counted_not_logged(stack: Stack, lines: list[Any]) -> None:
+    status, body = await raw(stack, b"GET / HTTP/9\r\n\r\n")
+    assert status == 400
+    assert orjson.loads(body)["error"]["type"] == "BadRequestError"
+    assert stack.metrics.requests.labels("", 400, "malformed")._value.get() == 1
+    assert lines == []
