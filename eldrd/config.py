@@ -152,6 +152,16 @@ class Partitions(Section):
     file: str = Field("", description="partition file written by `eldrd fit`; for eldr and guarded_band")
 
 
+class Refit(Section):
+    enabled: bool = Field(False, description="move the partition's centroids after the traffic, while serving")
+    window_s: Seconds = Field(30.0, description="age of the signatures that a refit looks at")
+    every_s: Seconds = Field(5.0, description="time between two refits")
+    requests: int = Field(
+        200, ge=1, le=2_000, description="fewer in the window: no refit; of more than 2000 the latest"
+    )
+    state: str = Field("", description="file that keeps refits for the next start; empty: partitions.file + .refit")
+
+
 class Signatures(Section):
     listen: ZmqEndpoint | Literal[""] = Field("", description="ZMQ endpoint that the hooks connect to; empty: none")
     cache_bytes: int = Field(256 << 20, ge=1 << 20, le=1 << 40, description="budget of the block cache")
@@ -212,6 +222,7 @@ class Settings(BaseSettings):
     union: Union = Union()
     guarded: Guarded = Guarded()
     partitions: Partitions = Partitions()
+    refit: Refit = Refit()
     signatures: Signatures = Signatures()
     capture: Capture = Capture()
     timeouts: Timeouts = Timeouts()
@@ -244,6 +255,8 @@ class Settings(BaseSettings):
         policy = self.decode.policy
         if policy == "eldr" and not self.partitions.file:
             raise ValueError("decode.policy = 'eldr' needs partitions.file")
+        if self.refit.enabled and not (self.partitions.file and self.signatures.listen):
+            raise ValueError("refit.enabled needs partitions.file and signatures.listen")
         if policy in ("eldr", "union", "guarded_band") and not self.signatures.listen:
             raise ValueError(f"decode.policy = {policy!r} needs signatures.listen, where the hooks connect")
         if policy == "domain" and not self.domain.workers:
@@ -359,6 +372,7 @@ def _resolved(settings: Settings, base: Path) -> Settings:
     return settings.model_copy(
         update={
             "partitions": settings.partitions.model_copy(update={"file": absolute(settings.partitions.file)}),
+            "refit": settings.refit.model_copy(update={"state": absolute(settings.refit.state)}),
             "union": settings.union.model_copy(update={"rank_map": absolute(settings.union.rank_map)}),
             "capture": settings.capture.model_copy(update={"dir": absolute(settings.capture.dir)}),
             "auth": settings.auth.model_copy(

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import structlog
 import uvloop
 from sdnotify import SystemdNotifier
 
-from eldrd import __version__, config
+from eldrd import __version__, config, gauges
 from eldrd.api import auth
 from eldrd.api.admin import Admin
 from eldrd.api.app import App
@@ -27,7 +28,10 @@ from eldrd.handoff.admission import Admission
 from eldrd.handoff.ledger import OUTCOMES, Ledger
 from eldrd.handoff.lifecycle import Lifecycle
 from eldrd.handoff.snapshot import Snapshot
-from eldrd.partitions import file as partition_file
+from eldrd.partitions import cluster
+from eldrd.partitions import source as partition_source
+from eldrd.partitions.file import PartitionError
+from eldrd.partitions.refitter import Refitter
 from eldrd.routing import build as routing
 from eldrd.routing.ranks import load_ranks
 from eldrd.routing.steptime import StepTime
@@ -68,13 +72,21 @@ class Daemon:
         self._watch = IdleWatch(settings.timeouts.idle_s)
         self._prober = Prober(self._worker_changed)
         self._recorder: Recorder | None = None
+        self._options = routing.Options()
+        self._refitter = Refitter(lambda: self.current().partition, self._refitted, self._metrics)
         self._workers: dict[tuple[str, str, str], Worker] = {}
         self._snapshot: Snapshot | None = None
         self._reloading = asyncio.Lock()
         self._stop = asyncio.Event()
         self._admin = Admin(self.current, self._table, self._ledger, self._receiver, self._cache)
         self._lifecycle = Lifecycle(
-            self._table, self._ledger, self._receiver, self._watch, self._metrics, self._captured
+            self._table,
+            self._ledger,
+            self._receiver,
+            self._watch,
+            self._metrics,
+            self._captured,
+            self._refitter.add,
         )
         self._admission = Admission()
         self._app = App(self._lifecycle, self._admission, self._admin, self._metrics, self.current)
@@ -122,6 +134,7 @@ class Daemon:
             await web.shutdown(1.0)
             await self._lifecycle.releaser.close(2.0)
             watchdog.cancel()
+            await self._refitter.close()
             await self._prober.close()
             if self._recorder is not None:
                 await self._recorder.close()
@@ -134,12 +147,12 @@ class Daemon:
 
     async def _apply(self, settings: Settings) -> None:
         """Build the next Snapshot and swap it in; on any error nothing has changed. Raises ConfigError."""
-        partition = await asyncio.to_thread(self._partition, settings)
+        partition = await self._partition(settings)
         client_keys, worker_keys = await asyncio.to_thread(_keys, settings)
         before = self._snapshot
         workers: dict[tuple[str, str, str], Worker] = {}
         pools: dict[str, Pool] = {}
-        options = await asyncio.to_thread(self._options, settings)
+        options = await asyncio.to_thread(self._told, settings)
         prefill_names = [w.name for w in settings.prefill.workers]
         prefill_policy = routing.build_prefill(settings.prefill.policy, workers=prefill_names)
         roles: tuple[Role, ...] = ("prefill", "decode")
@@ -175,9 +188,11 @@ class Daemon:
         self._metrics.workers = frozenset(worker.name for worker in workers.values())
         self._metrics.generation.set(self._snapshot.generation)
         self._prober.watch(workers.values(), settings.health, worker_keys)
+        self._options = options
+        await self._refitter.configure(settings.refit, partition_source.state_path(settings))
         await self._switch_capture(settings, before)
 
-    def _options(self, settings: Settings) -> routing.Options:
+    def _told(self, settings: Settings) -> routing.Options:
         """What the policies are told; reads the rank map, so runs off the loop."""
         u = settings.union
         try:
@@ -211,22 +226,21 @@ class Daemon:
         except ValueError as e:
             raise config.ConfigError(f"{self._path}: decode.policy = {settings.decode.policy!r}: {e}") from None
 
-    def _partition(self, settings: Settings) -> Partition | None:
-        """Read and check the partition file; runs off the loop."""
-        if not settings.partitions.file:
-            return None
+    async def _partition(self, settings: Settings) -> Partition | None:
+        """Read and check the partition file."""
+        current = self._snapshot.partition if self._snapshot else None
         try:
-            partition = partition_file.load(Path(settings.partitions.file))
-        except partition_file.PartitionError as e:
-            raise config.ConfigError(f"{self._path}: partitions.file: {e}") from None
-        problems = partition_file.mismatches(
-            partition, [w.name for w in settings.decode.workers], self._receiver.geometry
-        )
-        if problems:
-            raise config.ConfigError(
-                "\n".join(f"{self._path}: partitions.file: {settings.partitions.file}: {p}" for p in problems)
-            )
-        return partition
+            return await asyncio.to_thread(partition_source.load, settings, self._receiver.geometry, current)
+        except PartitionError as e:
+            lines = (f"{self._path}: partitions.file: {line}" for line in str(e).splitlines())
+            raise config.ConfigError("\n".join(lines)) from None
+
+    def _refitted(self, partition: Partition) -> None:
+        """Route by another partition from now on; nothing else changes."""
+        now = self.current()
+        slots = [w.slot for w in now.decode.workers]
+        policy = self._policy(now.settings, partition, self._options, slots)
+        self._snapshot = replace(now, partition=partition, decode_policy=policy)
 
     async def _switch_capture(self, settings: Settings, before: Snapshot | None) -> None:
         old = before and before.settings.capture
@@ -320,34 +334,9 @@ class Daemon:
         )
         live("eldrd_log_lines_dropped", "Log lines dropped.", (), lambda: [((), float(logs.dropped()))])
 
-        def of_policy(names: tuple[str, ...]) -> Iterable[Sample]:
-            snapshot = self.current()
-            for figure in snapshot.decode_policy.figures():
-                if figure.name in names:
-                    worker = snapshot.decode.workers[figure.worker].name
-                    yield (worker, figure.name) if len(names) > 1 else (worker,), figure.value
-
-        terms = ("base_ms", "expert_ms", "request_ms")
-        live(
-            "eldrd_expected_active_experts",
-            "Distinct experts of a decode step as the policy expects them, mean a layer.",
-            ("worker",),
-            lambda: of_policy(("active_experts",)),
-        )
-        live(
-            "eldrd_step_time_coefficient",
-            "Milliseconds of a decode step, by term, as given or learned.",
-            ("worker", "term"),
-            lambda: of_policy(terms),
-        )
-
-        def of_cache(name: str) -> None:
-            text = f"Signature cache: {name} (rows)."
-            live(f"eldrd_signature_cache_{name}", text, (), lambda: [((), float(getattr(self._cache, name)))])
-
-        for name in ("capacity", "hits", "misses", "evictions"):
-            of_cache(name)
-        live("eldrd_signature_cache_rows", "Signature cache: rows held.", (), lambda: [((), float(len(self._cache)))])
+        gauges.of_policy(live, self.current)
+        gauges.of_cache(live, self._cache)
+        live("eldrd_refit_requests", "Window of the refit.", (), lambda: [((), float(self._refitter.requests))])
         for outcome in OUTCOMES:
             self._metrics.handoffs.labels(outcome)
 
@@ -368,6 +357,7 @@ def _compile() -> None:
     """Compile (or load from the disk cache) every Numba kernel that a request can meet."""
     signature_cache.warm_up()
     routing.warm_up()
+    cluster.warm_up()
 
 
 def serve(path: Path) -> int:

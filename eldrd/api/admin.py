@@ -89,7 +89,12 @@ class Admin:
             "ready": self.not_ready() is None,
             "policy": snapshot.decode_policy.name,
             "partition": partition
-            and {"workers": list(partition.workers), "fingerprint": f"{partition.fingerprint:016x}"},
+            and {
+                "workers": list(partition.workers),
+                "fingerprint": f"{partition.fingerprint:016x}",
+                "requests": partition.requests,
+                "created": partition.created,
+            },
             "prefill": self._workers(snapshot.prefill),
             "decode": self._workers(snapshot.decode),
             "handoffs_open": len(self._ledger),

@@ -59,14 +59,17 @@ class Lifecycle:
         watch: IdleWatch,
         metrics: Metrics,
         captured: Callable[[Signature, int, str | None], None],
+        observed: Callable[[Signature], None] | None = None,
     ) -> None:
-        """captured: given each whole signature with its output length and label when a capture is on."""
+        """captured: given each whole signature with its output length and label when a capture is on;
+        observed: given each signature before its request is decided."""
         self.table = table
         self.ledger = ledger
         self.receiver = receiver
         self.watch = watch
         self.metrics = metrics
         self.captured = captured
+        self.observed = observed
         self.releaser = Releaser(ledger)
 
     async def serve(self, request: Request, snapshot: Snapshot, client: Client, record: Record) -> Answer:
@@ -222,6 +225,8 @@ class _Way:
         self.life.receiver.forget(eldr_id)
         self.life.metrics.signature_wait.observe(monotonic() - started)
         self.record.signature = "missing" if signature is None else signature.state
+        if signature is not None and self.life.observed is not None:
+            self.life.observed(signature)
         return signature
 
     # -- decode ---------------------------------------------------------------------------------------------------------

@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numba import njit
 
+from eldrd.partitions.transform import unit_rows
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_ITERATIONS: Final = 50
 _EPSILON: Final = 1e-12
+# How much better (relative) a clustering from fresh seeds must be before requests move for it.
+SLACK: Final = 0.005
+# Rows a cluster that seeds are drawn from: more would cost more than they help, as iterations follow.
+_SEED_ROWS: Final = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,11 +82,14 @@ def means(x: NDArray[np.float32], assignment: NDArray[np.int64], k: int) -> NDAr
 
 
 def seeds(x: NDArray[np.float32], k: int, rng: np.random.Generator) -> NDArray[np.float32]:
-    """K rows of x [N, D] as first centroids, float32 [K, D], by k-means++ with the best of several candidates a step
-    (Arthur & Vassilvitskii 2007; the candidates as in scikit-learn, which the daemon does without)."""
+    """K rows of x [N, D] as first centroids, float32 [K, D], by k-means++ on a sample with the best of several candidates
+    a step (Arthur & Vassilvitskii 2007; the candidates as in scikit-learn, which the daemon does without)."""
+    if len(x) > _SEED_ROWS * k:
+        x = x[rng.choice(len(x), _SEED_ROWS * k, replace=False)]
     n, trials = len(x), 2 + int(np.log(k))
+    distances = 1 - x @ x.T
     chosen = [int(rng.integers(n))]
-    nearest: NDArray[np.float32] = 1 - x @ x[chosen[0]]
+    nearest: NDArray[np.float32] = distances[chosen[0]]
     for _ in range(1, k):
         weights = np.maximum(nearest, 0).astype(np.float64)
         weights[chosen] = 0
@@ -88,10 +97,10 @@ def seeds(x: NDArray[np.float32], k: int, rng: np.random.Generator) -> NDArray[n
             weights[:] = 1
             weights[chosen] = 0
         candidates = rng.choice(n, trials, p=weights / weights.sum())
-        distances = np.minimum(nearest, 1 - x[candidates] @ x.T)
-        best = int(distances.sum(axis=1).argmin())
+        left = np.minimum(nearest, distances[candidates])
+        best = int(left.sum(axis=1).argmin())
         chosen.append(int(candidates[best]))
-        nearest = distances[best]
+        nearest = left[best]
     return x[chosen]
 
 
@@ -112,7 +121,7 @@ def aligned(clustering: Clustering, old: NDArray[np.int64]) -> Clustering:
 
 def warm_up() -> None:
     """Compile (or load from Numba's cache on disk) what this module runs."""
-    x = np.eye(3, dtype=np.float32)
+    x = unit_rows(list(np.eye(3, dtype=np.int32)), np.ones((1, 3), np.float32), np.zeros(1, np.int32))
     kmeans(x, x[:2])
 
 

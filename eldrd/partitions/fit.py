@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from eldrd.partitions.cluster import Clustering
     from eldrd.signatures.capture import Capture
-
-# How much better (relative) a fresh clustering must be before requests move for it.
-SLACK: Final = 0.005
 
 
 class FitError(ValueError):
@@ -54,7 +51,7 @@ def fit(
     that was left to ``"auto"`` a FitWarning says so. The best of ``restarts`` seedings is kept.
 
     previous: clusters go to workers so that as many requests as can be stay where that partition sends them; the
-    clustering that starts from it is kept unless another is better by more than SLACK. ep_ranks: above 1 adds a
+    clustering that starts from it is kept unless another is better by more than cluster.SLACK. ep_ranks: above 1 adds a
     Placement on so many ranks a worker. Same input and seed, same partition.
     Raises FitError for fewer usable requests than workers, repeated or no workers, a previous partition of another
     model, or ranks that do not divide the experts.
@@ -131,7 +128,7 @@ def _cluster(x: NDArray[np.float32], k: int, seed: int, restarts: int, old: NDAr
     if old is None:
         return best
     warm = cluster.kmeans(x, _start(x, old, k))
-    if warm.objective >= best.objective * (1 - SLACK):
+    if warm.objective >= best.objective * (1 - cluster.SLACK):
         best = warm
     return cluster.aligned(best, old)
 

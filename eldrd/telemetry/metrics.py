@@ -81,6 +81,12 @@ class Metrics:
         self.frames = Counter("eldrd_signature_frames", "Frames from hooks.", ("kind",), registry=r)
         self.reloads = Counter("eldrd_reloads", "Reloads of the configuration.", ("outcome",), registry=r)
         self.captured = Counter("eldrd_captured", "Signatures offered to the capture.", ("outcome",), registry=r)
+        self.refits = Counter("eldrd_refits", "Online refits of the partition.", ("outcome",), registry=r)
+        self.refit_objective = Gauge(
+            "eldrd_refit_objective", "Mean cosine to the own centroid at the refit.", registry=r
+        )
+        self.refit_moved = Gauge("eldrd_refit_moved_share", "Requests that the refit moved to others.", registry=r)
+        self.refit_seconds = Histogram("eldrd_refit_seconds", "Time a refit takes.", buckets=_TTFT, registry=r)
         self.ttft = Histogram("eldrd_ttft_seconds", "Request to first content.", buckets=_TTFT, registry=r)
         self.prefill = Histogram("eldrd_prefill_seconds", "Prefill request to its answer.", buckets=_TTFT, registry=r)
         self.signature_wait = Histogram(

@@ -1,0 +1,109 @@
+"""Moves a partition's centroids to where recent traffic is, and to the workers there are. Pure computation: no clocks.
+
+Runs in a thread of the daemon, so what takes long is NumPy or Numba without the GIL. IDF and layers stay the fit's:
+they need decode counts or many requests, and so old and new centroids can be compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from eldrd.partitions import cluster
+from eldrd.partitions.transform import unit_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from eldrd.partitions.file import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """before, after: mean cosine of the requests to their balanced cluster's centroid, with the old and the new
+    partition; moved: share of the requests whose nearest centroid is another worker's now; requests: how many."""
+
+    partition: Partition
+    before: float
+    after: float
+    moved: float
+    requests: int
+
+
+def refit(partition: Partition, rows: Sequence[NDArray[np.int32]], seed: int = 0) -> Refit | None:
+    """Balanced K-means on recent requests' counts int32 [L * E], from the partition's centroids on.
+
+    A clustering from fresh seeds, its clusters aligned to the workers so that as many requests as can be stay, replaces
+    it where it is better by more than cluster.SLACK. None if the rows with any weight are fewer than the workers, or if the new
+    centroids are no better on these requests than the old ones.
+    """
+    x = unit_rows(rows, partition.idf, partition.layers)
+    x = x[x.any(axis=1)]
+    k = len(partition.workers)
+    if len(x) < k:
+        return None
+    scores = x @ partition.centroids.T
+    nearest = scores.argmax(axis=1)
+    before = cluster.objective(x, partition.centroids, cluster.balanced_assignment(scores))
+    found = cluster.kmeans(x, partition.centroids)
+    fresh = cluster.kmeans(x, cluster.seeds(x, k, np.random.default_rng(seed)))
+    if fresh.objective > found.objective * (1 + cluster.SLACK):
+        found = cluster.aligned(fresh, nearest)
+    if not found.objective > before:
+        return None
+    new = replace(
+        partition,
+        centroids=found.centroids,
+        requests=len(x),
+        cluster_sizes=tuple(np.bincount(found.assignment, minlength=k).tolist()),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        placement=None,
+    )
+    moved = float(((x @ found.centroids.T).argmax(axis=1) != nearest).mean())
+    return Refit(new, before, found.objective, moved, len(x))
+
+
+def adapt(partition: Partition, workers: Sequence[str]) -> Partition | None:
+    """The partition for these workers, in this order, until a refit has seen their traffic; None if it knows none.
+
+    The centroid of a worker that left goes with it: its requests, and no others, go to the nearest of the rest. A worker
+    that joined shares the centroid of the worker with the largest cluster, so its scores are equal and the two take that
+    cluster's requests by load: half of one cluster moves, nothing else, and no cold worker draws more than its share.
+    The next refit tells the two apart.
+    """
+    known = [w for w in workers if w in partition.workers]
+    if not known:
+        return None
+    if tuple(workers) == partition.workers:
+        return partition
+    source = {w: partition.workers.index(w) for w in known}
+    sizes = {w: partition.cluster_sizes[row] for w, row in source.items()}
+    for worker in workers:
+        if worker not in source:
+            largest = max(sizes, key=sizes.__getitem__)
+            source[worker] = source[largest]
+            sizes[worker] = sizes[largest] // 2
+            sizes[largest] -= sizes[worker]
+    return replace(
+        partition,
+        centroids=partition.centroids[[source[w] for w in workers]],
+        workers=tuple(workers),
+        requests=sum(sizes.values()),
+        cluster_sizes=tuple(sizes[w] for w in workers),
+        placement=None,
+    )
+
+
+def continues(state: Partition, base: Partition) -> bool:
+    """Whether a refitted partition began as ``base``, and no later than it: then it goes on where that left off."""
+    return (
+        state.geometry == base.geometry
+        and np.array_equal(state.idf, base.idf)
+        and np.array_equal(state.layers, base.layers)
+        and datetime.fromisoformat(state.created) >= datetime.fromisoformat(base.created)
+    )
