@@ -87,7 +87,10 @@ def test_environment_wins(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ("[decode]\nworkers=[]\n", ["decode.workers", "at least 1"]),
         (BASE + "tau = 5\n", ["decode.tau = 5", "less than or equal to 2"]),
         (BASE + 'policy = "near"\n', ["decode.policy = 'near'", "'jsq'", "'eldr'"]),
-        (BASE + "polcy = 1\n", ["decode.polcy: unknown key", "did you mean 'policy'", "allowed: policy, second_nearest, tau, workers"]),
+        (
+            BASE + "polcy = 1\n",
+            ["decode.polcy: unknown key", "did you mean 'policy'", "allowed: policy, second_nearest, tau, workers"],
+        ),
         (BASE + "[sever]\na = 1\n", ["sever: unknown key", "did you mean 'server'"]),
         (BASE + '[server]\nlisten = "8100"\n', ["server.listen = '8100'", "host:port"]),
         (BASE + '[server]\nlisten = "::1:8100"\n', ["server.listen", "[address]:port"]),
