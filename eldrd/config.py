@@ -106,6 +106,10 @@ class Worker(Section):
     url: Url = Field(description="base URL of the vLLM server")
 
 
+class PrefillWorker(Worker):
+    kv_events: ZmqEndpoint | Literal[""] = Field("", description="where its KV cache events are; empty: nowhere")
+
+
 class _Pool(Section):
     workers: tuple[Worker, ...] = Field(min_length=1, description="the vLLM servers of this role")
 
@@ -120,6 +124,7 @@ class _Pool(Section):
 
 
 class Prefill(_Pool):
+    workers: tuple[PrefillWorker, ...] = Field(min_length=1, description="the vLLM servers of this role")
     policy: PrefillPolicy = Field("prefix_hash", description="how a prefill worker is chosen")
 
 

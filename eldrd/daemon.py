@@ -188,6 +188,7 @@ class Daemon:
         self._metrics.workers = frozenset(worker.name for worker in workers.values())
         self._metrics.generation.set(self._snapshot.generation)
         self._prober.watch(workers.values(), settings.health, worker_keys)
+        self._receiver.events.watch({w.name: w.kv_events for w in settings.prefill.workers if w.kv_events})
         self._options = options
         await self._refitter.configure(settings.refit, partition_source.state_path(settings))
         await self._switch_capture(settings, before)

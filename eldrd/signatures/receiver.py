@@ -15,6 +15,7 @@ import structlog
 import zmq
 
 from eldrd.signatures import wire
+from eldrd.signatures.events import CacheEvents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,6 +93,7 @@ class SignatureReceiver:
             k: metrics.frames.labels(k)
             for k in ("hello", "blocks", "request", "decoded", "unasked", "want", "who", "invalid", "lost", "unlike")
         }
+        self.events = CacheEvents(cache, metrics, lambda: self.geometry)
         self._peers: dict[bytes, _Peer] = {}
         self._pending: dict[str, _Pending] = {}
         self._lacking: dict[str, _Pending] = {}
@@ -140,6 +142,7 @@ class SignatureReceiver:
         return bound.rstrip(b"\0").decode()
 
     def close(self) -> None:
+        self.events.close()
         if self._socket is None or self._context is None:
             return
         asyncio.get_running_loop().remove_reader(self._fd)

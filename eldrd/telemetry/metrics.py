@@ -79,6 +79,7 @@ class Metrics:
             Counter("eldrd_signatures", "Signatures at decision: exact, partial, missing, off.", ("state",), registry=r)
         )
         self.frames = Counter("eldrd_signature_frames", "Frames from hooks.", ("kind",), registry=r)
+        self.kv_events = Counter("eldrd_kv_events", "Blocks in the KV cache events of vLLM.", ("kind",), registry=r)
         self.reloads = Counter("eldrd_reloads", "Reloads of the configuration.", ("outcome",), registry=r)
         self.captured = Counter("eldrd_captured", "Signatures offered to the capture.", ("outcome",), registry=r)
         self.refits = Counter("eldrd_refits", "Online refits of the partition.", ("outcome",), registry=r)
