@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import click
 
 from eldrd import __version__, config
 from eldrd.partitions import file as partition_file
+from eldrd.partitions import source
 
 _CONFIG = click.option(
     "--config", "path", type=click.Path(path_type=Path), default=Path("eldrd.toml"), show_default=True, help="Settings."
@@ -40,13 +43,11 @@ def check(path: Path) -> None:
     """Check the settings, and the partition file they name, without starting."""
     try:
         settings = config.load(path)
-        if settings.partitions.file:
-            partition = partition_file.load(Path(settings.partitions.file))
-            problems = partition_file.mismatches(partition, [w.name for w in settings.decode.workers], None)
-            if problems:
-                raise config.ConfigError("\n".join(f"{path}: partitions.file: {p}" for p in problems))
-    except (config.ConfigError, partition_file.PartitionError) as e:
+        source.load(settings, None, None)
+    except config.ConfigError as e:
         _fail(str(e), 2)
+    except partition_file.PartitionError as e:
+        _fail("\n".join(f"{path}: partitions.file: {line}" for line in str(e).splitlines()), 2)
     click.echo(
         f"{path}: ok: {len(settings.prefill.workers)} prefill and {len(settings.decode.workers)} decode workers, "
         f"policy {settings.decode.policy}, listening on {settings.server.listen}"
@@ -58,18 +59,51 @@ def check(path: Path) -> None:
 @click.option("--workers", required=True, help="Decode workers' names, separated by commas.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Partition file to write.")
 @click.option("--tau", default=0.1, show_default=True, type=click.FloatRange(0, 2), help="Width of the locality band.")
-@click.option("--layers", default="all", show_default=True, type=click.Choice(["all", "greedy"]), help="Layer mask.")
+@click.option(
+    "--layers",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "greedy", "all"]),
+    help="Layers whose experts count: those that greedily raise rho, or all; auto: greedy with decode counts, else all.",
+)
 @click.option("--restarts", default=4, show_default=True, type=click.IntRange(1, 100), help="Seedings tried.")
 @click.option("--seed", default=0, show_default=True, help="Same capture and seed, same partition.")
+@click.option(
+    "--previous",
+    type=click.Path(path_type=Path),
+    help="Partition file in use: clusters go to its workers so that few requests move. May be --out itself.",
+)
+@click.option(
+    "--ep-ranks",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 1024),
+    help="Expert-parallel ranks of a worker: also write which expert goes to which rank.",
+)
+@click.option(
+    "--report", "folder", type=click.Path(path_type=Path, file_okay=False), help="Write report.json and .png."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def fit(
-    capture_path: Path, workers: str, out: Path, tau: float, layers: Any, restarts: int, seed: int, as_json: bool
+    capture_path: Path,
+    workers: str,
+    out: Path,
+    tau: float,
+    layers: Any,
+    restarts: int,
+    seed: int,
+    previous: Path | None,
+    ep_ranks: int,
+    folder: Path | None,
+    as_json: bool,
 ) -> None:
     """Fit one centroid per decode worker to a capture and write the partition file."""
     try:
+        from eldrd import tables
+        from eldrd.partitions import figures, quality
         from eldrd.partitions.fit import FitError
         from eldrd.partitions.fit import fit as fit_partition
-        from eldrd.partitions.quality import report
+        from eldrd.partitions.study import study
     except ImportError as e:
         _fail(f"{e.name} is missing: install eldrd with its extra `fit`", 1)
     from eldrd.signatures.capture import CaptureError, load_capture
@@ -77,15 +111,39 @@ def fit(
     names = [n.strip() for n in workers.split(",") if n.strip()]
     try:
         capture = load_capture(capture_path)
-        partition = fit_partition(capture, names, tau=tau, seed=seed, restarts=restarts, layers=layers)
+        old = None if previous is None else partition_file.load(previous)
+        started = time.perf_counter()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            partition = fit_partition(
+                capture,
+                names,
+                tau=tau,
+                seed=seed,
+                restarts=restarts,
+                layers=layers,
+                previous=old,
+                ep_ranks=ep_ranks,
+            )
+        seconds = time.perf_counter() - started
         partition_file.save(partition, out)
+        result = study(partition, capture, seed) if folder else quality.report(partition, capture)
+        result["fit_s"] = round(seconds, 3)
+        result["moved"] = None if old is None else quality.moved(old, partition, capture.prefill)
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "report.json").write_text(json.dumps(result, indent=2) + "\n")
+            figures.draw(result, folder / "report.png")
     except (CaptureError, FitError, partition_file.PartitionError, OSError) as e:
         _fail(str(e), 2)
-    result = report(partition, capture)
+    for warning in said:
+        click.echo(f"eldrd: {warning.message}", err=True)
+    if layers == "auto" and capture.decode is None:
+        click.echo("eldrd: no decode counts in the capture: all layers are used", err=True)
     if as_json:
         click.echo(json.dumps(result))
     else:
-        _table(f"{out}: {result['requests']} requests, {len(names)} workers", result)
+        tables.fitted(str(out), partition, result)
 
 
 @main.command()
@@ -107,6 +165,7 @@ def inspect(file: Path) -> None:
             "requests": p.requests,
             "rho": p.rho,
             "created": p.created,
+            "expert-parallel ranks": "no placement" if p.placement is None else p.placement.ranks,
             "workers": dict(zip(p.workers, p.cluster_sizes, strict=True)),
         },
     )

@@ -47,6 +47,7 @@ def _active(study: dict[str, Any], axes: Axes) -> None:
     a = study["active"]
     bars = axes.bar(["one cluster", "mixed"], [a["same"], a["mixed"]])
     axes.bar_label(bars, fmt="%.1f")
+    axes.margins(y=0.1)
     axes.set(title=f"Active experts, batch {a['batch']} ({a['counts']})", ylabel="distinct experts a layer")
 
 
@@ -54,6 +55,7 @@ def _transforms(study: dict[str, Any], axes: Axes) -> None:
     known = {name: rho for name, rho in study["transforms"].items() if rho is not None}
     bars = axes.barh(list(known), list(known.values()))
     axes.bar_label(bars, fmt="%.3f")
+    axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.set(title="Transforms of the counts, all layers", xlabel="rho")
 
@@ -68,7 +70,5 @@ def _layers(study: dict[str, Any], axes: Axes) -> None:
 
 def _correlation(study: dict[str, Any], axes: Axes) -> None:
     c = study["correlation"]
-    axes.set(title="Prefill and decode, expert by expert", ylabel="correlation over requests", ylim=(0, 1))
-    if c["experts"]:
-        low, middle, high = c["quartiles"]
-        axes.bar([f"{c['experts']} experts"], [middle], yerr=[[middle - low], [high - middle]], width=0.3, capsize=8)
+    axes.stairs(c["histogram"], c["edges"], fill=True)
+    axes.set(title="Prefill and decode, expert by expert", xlabel="correlation over requests", ylabel="experts")

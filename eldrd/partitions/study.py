@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eldrd.signatures.capture import Capture
 
 _BATCHES: Final = 100
-_BINS: Final = 40
+_EDGES: Final = [n / 40 for n in range(41)]
 # An expert that hardly any request decodes with has no correlation worth the name.
 _MIN_SHARE: Final = 0.05
 
@@ -79,7 +79,7 @@ def transforms(partition: Partition, capture: Capture, decode: NDArray[np.int32]
 
 def correlation(capture: Capture, decode: NDArray[np.int32]) -> dict[str, Any]:
     """Pearson correlation over requests of how often prefill and decode select an expert, for the experts that at least
-    _MIN_SHARE of the requests decode with: mean, quartiles, and how many experts that are."""
+    _MIN_SHARE of the requests decode with: mean, quartiles, a histogram from 0 on, and how many experts that are."""
     used = (decode > 0).mean(axis=0) >= _MIN_SHARE
     a, b = (frequencies(c, capture.geometry.top_k)[:, used] for c in (capture.prefill, decode))
     a -= a.mean(axis=0)
@@ -87,11 +87,13 @@ def correlation(capture: Capture, decode: NDArray[np.int32]) -> dict[str, Any]:
     scale = np.sqrt((a * a).sum(axis=0) * (b * b).sum(axis=0))
     r = np.divide((a * b).sum(axis=0), scale, out=np.zeros(scale.shape), where=scale > 0)
     if not r.size:
-        return {"experts": 0, "mean": None, "quartiles": None}
+        return {"experts": 0, "mean": None, "quartiles": None, "edges": _EDGES, "histogram": [0] * (len(_EDGES) - 1)}
     return {
         "experts": int(r.size),
         "mean": float(r.mean()),
         "quartiles": [float(q) for q in np.quantile(r, (0.25, 0.5, 0.75))],
+        "edges": _EDGES,
+        "histogram": np.histogram(r.clip(0, 1), _EDGES)[0].tolist(),
     }
 
 
@@ -122,10 +124,9 @@ def active(partition: Partition, capture: Capture, seed: int) -> dict[str, Any]:
 
 def _similarity(partition: Partition, capture: Capture) -> dict[str, Any]:
     scores = np.sort(units(capture.prefill, partition.idf, partition.layers) @ partition.centroids.T, axis=1)
-    edges = np.linspace(0, 1, _BINS + 1)
     own, second = scores[:, -1], scores[:, -2] if scores.shape[1] > 1 else None
     return {
-        "edges": edges.tolist(),
-        "own": np.histogram(own, edges)[0].tolist(),
-        "second": None if second is None else np.histogram(second, edges)[0].tolist(),
+        "edges": _EDGES,
+        "own": np.histogram(own, _EDGES)[0].tolist(),
+        "second": None if second is None else np.histogram(second, _EDGES)[0].tolist(),
     }
