@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from eldrd.partitions.file import Partition, PartitionError, load, mismatches, save
+from eldrd.partitions.file import Partition, PartitionError, Placement, load, mismatches, save
 from eldrd.signatures.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -50,6 +50,15 @@ def test_round_trip(tmp_path: Path, rho: float | None) -> None:
     assert loaded.fingerprint == 2**64 - 1
 
 
+def test_round_trip_of_a_placement(tmp_path: Path) -> None:
+    placement = Placement(2, SEATS[:, :, ::-1].copy(), 1.5, 1.25)
+    save(replace(partition(), placement=placement), tmp_path / "p")
+    loaded = load(tmp_path / "p").placement
+    assert loaded is not None
+    assert loaded.experts.tolist() == placement.experts.tolist()
+    assert (loaded.ranks, loaded.balance_before, loaded.balance_after) == (2, 1.5, 1.25)
+
+
 def changed(**arrays: Any) -> Callable[[dict[str, Any], dict[str, str]], None]:
     return lambda a, _: a.update(arrays)
 
@@ -58,7 +67,16 @@ def meta(**values: str) -> Callable[[dict[str, Any], dict[str, str]], None]:
     return lambda _, m: m.update(values)
 
 
+def placed(entry: str, experts: np.ndarray) -> Callable[[dict[str, Any], dict[str, str]], None]:
+    def damage(arrays: dict[str, Any], metadata: dict[str, str]) -> None:
+        arrays["placement"], metadata["placement"] = experts, entry
+
+    return damage
+
+
 NAN = np.full((2, 8), np.nan, np.float32)
+SEATS = np.tile(np.arange(4, dtype=np.int32), (2, 3, 1))
+PLACED = '{"ranks":2,"balance_before":1.5,"balance_after":1.1}'
 DAMAGES: list[tuple[Callable[[dict[str, Any], dict[str, str]], Any], str]] = [
     (lambda a, _: a.pop("idf"), "idf is missing"),
     (lambda _, m: m.pop("tau"), "tau is missing"),
@@ -73,6 +91,12 @@ DAMAGES: list[tuple[Callable[[dict[str, Any], dict[str, str]], Any], str]] = [
     (meta(workers='["d0",""]'), "workers must be unique"),
     (meta(workers="[]"), "workers must be unique names, at least one"),
     (meta(workers='["d0","d1","d2"]'), r"centroids have shape \(2, 8\), expected \(3, 8\)"),
+    (meta(placement=PLACED), "placement is missing"),
+    (placed('{"ranks":2}', SEATS), "placement: "),
+    (placed(PLACED, SEATS.astype(np.int64)), "placement is int64, expected int32"),
+    (placed(PLACED.replace("2", "3", 1), SEATS), "placement is for 3 ranks, which do not divide 4 experts"),
+    (placed(PLACED, SEATS[:1]), r"placement has shape \(1, 3, 4\), expected \(2, 3, 4\)"),
+    (placed(PLACED, SEATS * 0), "placement must hold every expert once"),
     (meta(cluster_sizes="[7]"), "cluster_sizes must be 2 sizes"),
     (meta(cluster_sizes="[]"), "cluster_sizes must be 2 sizes"),
     (meta(cluster_sizes="[7,1]"), r"cluster_sizes must be 2 sizes that sum to requests \(7\)"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldrd.partitions.transform import Scorer, idf, units
+from eldrd.partitions.transform import Scorer, idf, unit_rows, units
 
 
 def test_idf_follows_the_formula() -> None:
@@ -33,6 +33,7 @@ def test_scores_equal_cosines(seed: int, k: int, total: int, experts: int, data:
     norm = math.sqrt(sum(v * v for v in x))
     unit = [v / norm if norm else 0.0 for v in x]
     np.testing.assert_allclose(units(counts[None], weights, layers)[0], unit, atol=1e-5)
+    np.testing.assert_allclose(unit_rows([counts.reshape(-1)], weights, layers)[0], unit, atol=1e-5)
     scores = Scorer(centroids, weights, layers)(counts.reshape(-1))
     assert scores.dtype == np.float32
     np.testing.assert_allclose(
