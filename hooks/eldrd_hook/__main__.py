@@ -17,6 +17,10 @@ TRANSFERS = {
 }
 
 
+# vLLM's scheduler reads it from the outermost configuration.
+_OUTER = "kv_load_failure_policy"
+
+
 def transfer_config(
     transfer: str,
     endpoints: list[str],
@@ -29,7 +33,7 @@ def transfer_config(
     """vLLM's KV transfer configuration with the hook beside a connector that moves the KV.
 
     transfer: a key of TRANSFERS or the name of a vLLM connector; none: the hook alone; options: more keys for that
-    connector, such as kv_buffer_device or kv_connector_extra_config.
+    connector, such as kv_buffer_device or kv_connector_extra_config; kv_load_failure_policy goes where vLLM looks for it.
     """
     extra: dict[str, Any] = {"eldr_endpoints": endpoints, "eldr_phase": phase}
     if worker:
@@ -43,12 +47,15 @@ def transfer_config(
     mover = TRANSFERS.get(transfer, transfer)
     if mover is None:
         return hook
+    options = dict(options or {})
+    outer = {_OUTER: options.pop(_OUTER)} if _OUTER in options else {}
     return {
         "kv_connector": "MultiConnector",
         "kv_role": role,
+        **outer,
         "kv_connector_extra_config": {
             # The connector that moves the KV comes first: MultiConnector loads from the first that has tokens.
-            "connectors": [{"kv_connector": mover, "kv_role": role, **(options or {})}, hook]
+            "connectors": [{"kv_connector": mover, "kv_role": role, **options}, hook]
         },
     }
 

@@ -82,11 +82,14 @@ class VllmServer:
         log_dir: Path,
         *,
         endpoints: Sequence[str] = (),
+        kv_events: str = "",
         port: int | None = None,
     ) -> None:
-        """endpoints: signature sockets of the daemons, for a prefill server; without any it runs without the hook."""
+        """endpoints: signature sockets of the daemons; without any the server runs without the hook; kv_events: address
+        at which a prefill server publishes its KV cache events."""
         self.name, self.role, self.settings = name, role, settings
         self.endpoints = list(endpoints)
+        self.kv_events = kv_events
         self.port = port or free_port()
         self.side_port = free_port()
         self.log_path = log_dir / f"{name}.log"
@@ -114,13 +117,13 @@ class VllmServer:
             "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {"kv_lease_duration": self.settings.lease_seconds},
         }
-        if self.role == "prefill" and self.endpoints:
-            from eldrd_hook.__main__ import transfer_config
-
-            return transfer_config("nixl", self.endpoints, role="kv_producer", worker=self.name, options=nixl)
         role = "kv_producer" if self.role == "prefill" else "kv_consumer"
         if self.role == "decode":
             nixl["kv_load_failure_policy"] = self.settings.kv_load_failure_policy
+        if self.endpoints:
+            from eldrd_hook.__main__ import transfer_config
+
+            return transfer_config("nixl", self.endpoints, role=role, worker=self.name, phase=self.role, options=nixl)
         return {"kv_connector": "NixlConnector", "kv_role": role, **nixl}
 
     def command(self) -> list[str]:
@@ -141,6 +144,9 @@ class VllmServer:
         config = self.transfer_config()
         if config is not None:
             flags["--kv-transfer-config"] = json.dumps(config)
+        if self.kv_events:
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.kv_events}
+            flags["--kv-events-config"] = json.dumps(events)
         words = [str(w) for pair in flags.items() for w in pair]
         serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(s.model)]
         return [*serve, *words, "--enforce-eager", "--enable-prompt-tokens-details", *s.extra]
@@ -256,8 +262,14 @@ class VllmFleet:
         plain: bool = False,
     ) -> None:
         """endpoints: signature sockets of the daemons; log_dir: one log a server."""
-        self.prefill = [VllmServer(f"p{i}", "prefill", settings, log_dir, endpoints=endpoints) for i in range(prefill)]
-        self.decode = [VllmServer(f"d{i}", "decode", settings, log_dir) for i in range(decode)]
+        self.prefill = [
+            # vLLM binds ipc addresses; the abstract ones leave no file behind.
+            VllmServer(
+                f"p{i}", "prefill", settings, log_dir, endpoints=endpoints, kv_events=f"ipc://@eldrd-kv-{free_port()}"
+            )
+            for i in range(prefill)
+        ]
+        self.decode = [VllmServer(f"d{i}", "decode", settings, log_dir, endpoints=endpoints) for i in range(decode)]
         self.plain = VllmServer("plain", "plain", settings, log_dir) if plain else None
 
     @property

@@ -52,8 +52,9 @@ class Stack:
         self.fleet = VllmFleet(
             settings, out, endpoints=[hook], prefill=self.spec.prefill, decode=self.spec.decode, plain=self.spec.plain
         )
-        workers = [[{"name": s.name, "url": s.url} for s in pool] for pool in (self.fleet.prefill, self.fleet.decode)]
-        self.eldrd = Daemon(out, workers[0], workers[1], hook)
+        prefill = [{"name": s.name, "url": s.url, "kv_events": s.kv_events} for s in self.fleet.prefill]
+        decode = [{"name": s.name, "url": s.url} for s in self.fleet.decode]
+        self.eldrd = Daemon(out, prefill, decode, hook)
 
     @property
     def plain_url(self) -> str:
@@ -74,7 +75,7 @@ class Stack:
             await self.eldrd.start()
 
             async def hooked() -> bool:
-                return len((await self.eldrd.get("/admin/status"))["hooks"]) == self.spec.prefill
+                return len((await self.eldrd.get("/admin/status"))["hooks"]) == self.spec.prefill + self.spec.decode
 
             await self.eldrd.until(hooked, 20)
         except BaseException:

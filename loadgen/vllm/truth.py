@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """One prompt's routing. experts: int64 [tokens, L, k]; logits: float32 [tokens, L, E]."""
+    """One prompt's routing. experts: int64 [tokens, L, k]; logits: float32 [tokens, L, E], what they were chosen by."""
 
     experts: NDArray[np.int64]
     logits: NDArray[np.float32]
+
+    def part(self, start: int, stop: int) -> Routing:
+        """The routing of tokens [start, stop)."""
+        return Routing(self.experts[start:stop], self.logits[start:stop])
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -79,24 +83,42 @@ class Truth:
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        self._seen: dict[int, tuple[Any, Any]] = {}
-        self.layers = tuple(i for i, layer in enumerate(self._model.model.layers) if hasattr(layer.mlp, "gate"))
-        for i in self.layers:
-            self._model.model.layers[i].mlp.gate.register_forward_hook(self._keep(i))
+        self._chosen: dict[int, Any] = {}
+        self._logits: dict[int, Any] = {}
+        blocks = {i: layer.mlp for i, layer in enumerate(self.model.model.layers) if hasattr(layer.mlp, "experts")}
+        self.layers = tuple(blocks)
+        for i, block in blocks.items():
+            router = block.gate if hasattr(block, "gate") else block.router
+            router.register_forward_hook(self._score(i))
+            block.experts.register_forward_pre_hook(self._choose(i), with_kwargs=True)
 
-    def _keep(self, layer: int) -> Any:
-        def keep(_module: object, _inputs: object, output: tuple[Any, Any, Any]) -> None:
-            self._seen[layer] = (output[0], output[2])
+    def _score(self, layer: int) -> Any:
+        """What the choice is made by: logits, or for DeepSeek-like routers their sigmoid with the correction bias."""
+
+        def keep(router: Any, inputs: tuple[Any, ...], _output: object) -> None:
+            bias = getattr(router, "bias", None)
+            hidden = inputs[0].reshape(-1, router.weight.shape[1]).float()
+            scores = self._torch.nn.functional.linear(hidden, router.weight.float(), bias)
+            correction = getattr(router, "e_score_correction_bias", None)
+            self._logits[layer] = scores if correction is None else scores.sigmoid() + correction
+
+        return keep
+
+    def _choose(self, layer: int) -> Any:
+        def keep(_experts: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = [*args[1:], *kwargs.values()]
+            chosen = next(t for t in given if t is not None and not t.is_floating_point())
+            self._chosen[layer] = chosen.reshape(-1, chosen.shape[-1])
 
         return keep
 
     def routing(self, tokens: Sequence[int]) -> Routing:
         """Runs one prompt."""
         with self._torch.no_grad():
-            self._model(self._torch.tensor([list(tokens)]), use_cache=False)
-        logits = np.stack([self._seen[i][0].float().numpy() for i in self.layers], axis=1)
-        experts = np.stack([self._seen[i][1].long().numpy() for i in self.layers], axis=1)
+            self.model(self._torch.tensor([list(tokens)]), use_cache=False)
+        logits = np.stack([self._logits[i].float().numpy() for i in self.layers], axis=1)
+        experts = np.stack([self._chosen[i].long().numpy() for i in self.layers], axis=1)
         return Routing(experts, logits)

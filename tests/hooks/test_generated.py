@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from eldrd_hook.attribution import SENTINEL, Attributor, Chunk, Opened, Step, rows_by_order
@@ -28,14 +30,21 @@ def counts(ids: np.ndarray) -> np.ndarray:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_a_whole_request_with_its_blocks(data: st.DataObject) -> None:
+@given(
+    seed=st.integers(0, 1 << 32),
+    prompt=st.integers(1, 3 * BLOCK),
+    generated=st.integers(1, 200),
+    late=st.booleans(),
+    over=st.integers(0, 1),
+    blocks=st.booleans(),
+)
+def test_a_whole_request_with_its_blocks(
+    seed: int, prompt: int, generated: int, late: bool, over: int, blocks: bool
+) -> None:
     """Chunked prefill, decode, preemptions (all tokens so far are computed again), hashes that come late, a step too many."""
-    prompt, generated = data.draw(st.integers(1, 3 * BLOCK)), data.draw(st.integers(1, 200))
-    late, over = data.draw(st.booleans()), data.draw(st.integers(0, 1))
+    rng = random.Random(seed)
     total = prompt + generated
-    ids = routing(data.draw(st.integers(0, 99)), total)
-    blocks = data.draw(st.booleans())
+    ids = routing(seed, total)
     a = Attributor(LAYERS, EXPERTS, BLOCK, blocks=blocks, decode=True)
     done, sampled, sent, opened = 0, 0, 0, False
     rows: dict[int, np.ndarray] = {}
@@ -43,10 +52,10 @@ def test_a_whole_request_with_its_blocks(data: st.DataObject) -> None:
     # A request ends when its last token has been sampled, which needs all but that one computed.
     end = total - 1 + over
     while done < end:
-        if done > prompt and data.draw(st.integers(0, 40)) == 0:
-            done = data.draw(st.integers(0, done // BLOCK)) * BLOCK
+        if done > prompt and rng.randint(0, 40) == 0:
+            done = rng.randint(0, done // BLOCK) * BLOCK
         known = prompt + sampled
-        stop = min(done + data.draw(st.integers(1, 2 * BLOCK)), known, end) if done < known else done + 1
+        stop = min(done + rng.randint(1, 2 * BLOCK), known, end) if done < known else done + 1
         step = Step()
         parts = [(done, min(stop, prompt))] if blocks else []
         parts += [(max(done, prompt), stop)]

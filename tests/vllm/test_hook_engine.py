@@ -183,6 +183,7 @@ def _config(**changes: Any) -> Any:
         model_config=SimpleNamespace(get_num_experts=lambda: experts),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=routed),
         parallel_config=SimpleNamespace(**{**parallel, "enable_dbo": False, **changes}),
+        speculative_config=None,
     )
 
 
