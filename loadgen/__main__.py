@@ -43,8 +43,8 @@ def fleet(prefill: int, decode: int, plain: int, hook: str | None, lease_s: floa
 def demo(out: Path, seconds: float, rate: float) -> None:
     """Compare jsq and eldr on the emulated fleet through the real daemon."""
     try:
-        sys.exit(uvloop.run(demos.run(demos.Plan(out=out, seconds=seconds, rate=rate))))
-    except demos.DemoError as e:
+        sys.exit(uvloop.run(demos.run(demos.Plan(out=out.resolve(), seconds=seconds, rate=rate))))
+    except (demos.DemoError, DaemonError) as e:
         raise click.ClickException(str(e)) from None
 
 
@@ -58,7 +58,7 @@ def demo_vllm(out: Path, requests: int, rate: float) -> None:
     """Show outputs, signatures and locality on real vLLM servers (in the environment of loadgen/vllm/install.sh)."""
     from loadgen.vllm import demo as real
 
-    sys.exit(asyncio.run(real.run(real.Plan(out=out, requests=requests, rate=rate))))
+    sys.exit(asyncio.run(real.run(real.Plan(out=out.resolve(), requests=requests, rate=rate))))
 
 
 @main.command()

@@ -85,7 +85,11 @@ class Daemon:
                 sys.executable, "-m", "eldrd", "serve", "--config", str(self.config),
                 stderr=log, env={k: v for k, v in os.environ.items() if not k.startswith("ELDRD_")},
             )  # fmt: skip
-        await self.until(self.ready)
+        try:
+            await self.until(self.ready)
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def ready(self) -> bool:
@@ -125,6 +129,23 @@ class Daemon:
             return await self.metric("eldrd_reloads_total") > before
 
         await self.until(done)
+
+    async def fit(self, capture: Path, out: Path) -> str:
+        """`eldrd fit` for this daemon's decode workers; what it printed. Raises DaemonError."""
+        workers = ",".join(w["name"] for w in self.sections["decode"]["workers"])
+        arguments = ("fit", "--capture", str(capture), "--workers", workers, "--out", str(out))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "eldrd", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        printed, _ = await process.communicate()
+        if process.returncode != 0:
+            raise DaemonError(f"eldrd fit ended with status {process.returncode}:\n{printed.decode()}")
+        return printed.decode()
+
+    def check(self) -> None:
+        """Raises DaemonError if the process has ended."""
+        if self.process is not None and self.process.returncode is not None:
+            raise DaemonError(f"eldrd ended with status {self.process.returncode}; see {self.log}")
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None

@@ -14,18 +14,16 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from loadgen import client, report
+from loadgen.daemon import Daemon, free_port
 from loadgen.workloads import DOMAINS, Request, Workload, poisson
 
 if TYPE_CHECKING:
@@ -114,38 +112,39 @@ class _Demo:
     """The running processes and what can be asked of them."""
 
     def __init__(
-        self, plan: Plan, console: Console, http: aiohttp.ClientSession, fleet: dict[str, Any], fleet_process: _Process
+        self,
+        plan: Plan,
+        console: Console,
+        http: aiohttp.ClientSession,
+        fleet: dict[str, Any],
+        process: _Process,
+        eldrd: Daemon,
     ) -> None:
         self._plan, self._console, self._http, self._fleet = plan, console, http, fleet
-        self._listen = f"127.0.0.1:{_free_port()}"
-        self._url = f"http://{self._listen}"
-        self._config = plan.out / "eldrd.toml"
-        self._hook = fleet["hook"]
-        self._processes = [fleet_process]
+        self._process = process
+        self._eldrd = eldrd
         self._trace = poisson(Workload(), plan.rate, plan.seconds, _TRACE_SEED)
 
     @classmethod
     async def start(cls, plan: Plan, console: Console, stack: contextlib.AsyncExitStack) -> _Demo:
         """Start the fleet, then the daemon, and wait until it is ready."""
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
-        hook = f"tcp://127.0.0.1:{_free_port()}"
+        hook = f"tcp://127.0.0.1:{free_port()}"
         counts = ("--prefill", str(plan.prefill), "--decode", str(plan.decode))
-        fleet = await stack.enter_async_context(
+        process = await stack.enter_async_context(
             _running("fleet", plan.out, "-m", "loadgen", "fleet", *counts, "--hook", hook)
         )
-        assert fleet.process.stdout is not None
-        line = await asyncio.wait_for(fleet.process.stdout.readline(), _START_LIMIT_S)
+        assert process.process.stdout is not None
+        line = await asyncio.wait_for(process.process.stdout.readline(), _START_LIMIT_S)
         if not line:
-            raise DemoError(f"the fleet did not start; see {fleet.log}")
-        demo = cls(plan, console, http, {**json.loads(line), "hook": hook}, fleet)
-        demo._write_config("jsq", capture=True)
+            raise DemoError(f"the fleet did not start; see {process.log}")
+        fleet = json.loads(line)
         console.print("starting eldrd (the first start compiles its kernels)")
-        daemon = await stack.enter_async_context(
-            _running("eldrd", plan.out, "-m", "eldrd", "serve", "--config", str(demo._config))
-        )
-        demo._processes.append(daemon)
-        await demo._until_ready()
-        return demo
+        eldrd = Daemon(plan.out, fleet["prefill"], fleet["decode"], hook)
+        eldrd.configure(signatures={"wait_ms": 50}, capture={"dir": str(plan.out / "capture")})
+        await eldrd.start()
+        stack.push_async_callback(eldrd.stop)
+        return cls(plan, console, http, fleet, process, eldrd)
 
     async def calibrate(self) -> None:
         """Capture the signatures of a calibration run and fit partitions to them."""
@@ -156,30 +155,15 @@ class _Demo:
         if failed := sum(not r.ok for r in results):
             raise DemoError(f"{failed} of {len(results)} calibration requests failed; see {self._plan.out}")
         # Without capture in the configuration the reload writes out what is buffered.
-        self._write_config("jsq", capture=False)
-        await self._reload()
+        await self._eldrd.reload(capture={"dir": ""})
         out = self._plan.out
-        workers = ",".join(w["name"] for w in self._fleet["decode"])
-        fit = (
-            "fit",
-            "--capture",
-            str(out / "capture"),
-            "--workers",
-            workers,
-            "--out",
-            str(out / "partitions.safetensors"),
-        )
-        with (out / "fit.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "eldrd", *fit, stdout=log, stderr=log, env=_environment()
-            )
-            if await process.wait():
-                raise DemoError(f"eldrd fit ended with status {process.returncode}; see {out / 'fit.log'}")
+        printed = await self._eldrd.fit(out / "capture", out / "partitions.safetensors")
+        (out / "fit.log").write_text(printed)
 
     async def use(self, policy: str) -> None:
         """Switch the daemon to a policy and empty the prefill workers' prefix caches."""
-        self._write_config(policy, capture=False)
-        await self._reload()
+        partitions = {"file": str(self._plan.out / "partitions.safetensors")}
+        await self._eldrd.reload(decode={"policy": policy}, partitions=partitions)
         for w in self._fleet["prefill"]:
             async with self._http.post(w["url"] + "/reset_prefix_cache") as r:
                 r.raise_for_status()
@@ -217,13 +201,15 @@ class _Demo:
             ticker.append(asyncio.create_task(self._tick(name, progress)))
 
         try:
-            results = await client.run(self._url, trace, model=self._fleet["model"], labels=DOMAINS, started=started)
+            results = await client.run(
+                self._eldrd.url, trace, model=self._fleet["model"], labels=DOMAINS, started=started
+            )
         finally:
             for t in ticker:
                 t.cancel()
             self._console.print()
-        for p in self._processes:
-            p.check()
+        self._process.check()
+        self._eldrd.check()
         return results
 
     async def _tick(self, name: str, progress: client.Progress) -> None:
@@ -236,43 +222,6 @@ class _Demo:
                 highlight=False,
             )
             await asyncio.sleep(0.5 if terminal else 10)
-
-    def _write_config(self, policy: str, *, capture: bool) -> None:
-        def workers(role: str) -> str:
-            return ", ".join(f'{{ name = "{w["name"]}", url = "{w["url"]}" }}' for w in self._fleet[role])
-
-        self._config.write_text(
-            f'[server]\nlisten = "{self._listen}"\n'
-            f"[prefill]\nworkers = [ {workers('prefill')} ]\n"
-            f'[decode]\npolicy = "{policy}"\ntau = 0.1\nworkers = [ {workers("decode")} ]\n'
-            f'[partitions]\nfile = "{"partitions.safetensors" if policy == "eldr" else ""}"\n'
-            f'[signatures]\nlisten = "{self._hook}"\nwait_ms = 50\n'
-            f'[capture]\ndir = "{"capture" if capture else ""}"\n'
-        )
-
-    async def _reload(self) -> None:
-        before = await self._generation()
-        self._processes[-1].process.send_signal(signal.SIGHUP)
-        async with asyncio.timeout(_START_LIMIT_S):
-            while await self._generation() == before:
-                self._processes[-1].check()
-                await asyncio.sleep(0.1)
-
-    async def _generation(self) -> float:
-        async with self._http.get(self._url + "/metrics") as r:
-            page = await r.text()
-        samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
-        return samples["eldrd_config_generation"]
-
-    async def _until_ready(self) -> None:
-        async with asyncio.timeout(_START_LIMIT_S):
-            while True:
-                self._processes[-1].check()
-                with contextlib.suppress(aiohttp.ClientConnectionError):
-                    async with self._http.get(self._url + "/ready") as r:
-                        if r.status == 200:
-                            return
-                await asyncio.sleep(0.1)
 
 
 @contextlib.asynccontextmanager
@@ -306,10 +255,3 @@ def _prepare(out: Path) -> None:
 def _environment() -> dict[str, str]:
     """Ours without settings of eldrd, which would override the demo's configuration."""
     return {k: v for k, v in os.environ.items() if not k.startswith("ELDRD_")}
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port

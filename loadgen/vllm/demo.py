@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,15 +48,6 @@ def trace(stack: Stack, plan: Plan, seed: int) -> list[Request]:
     ]
 
 
-async def fit(stack: Stack, capture: Path, out: Path) -> None:
-    """`eldrd fit` as its users run it."""
-    workers = ",".join(s.name for s in stack.fleet.decode)
-    arguments = ("fit", "--capture", str(capture), "--workers", workers, "--out", str(out))
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "eldrd", *arguments)
-    if await process.wait() != 0:
-        raise RuntimeError(f"eldrd fit ended with status {process.returncode}")
-
-
 async def measure(stack: Stack, plan: Plan, seed: int) -> tuple[list[client.Result], float]:
     """Send a trace through eldrd; the results and the domain purity."""
     wanted = trace(stack, plan, seed)
@@ -75,7 +65,7 @@ async def gather_domains(stack: Stack, plan: Plan) -> tuple[dict[str, list[clien
     await stack.eldrd.reload(decode={"policy": "jsq"}, capture={"dir": str(capture)})
     runs["jsq"], pure["jsq"] = await measure(stack, plan, 1)
     await stack.eldrd.reload(capture={"dir": ""})
-    await fit(stack, capture, partition)
+    await stack.eldrd.fit(capture, partition)
     await stack.eldrd.reload(decode={"policy": "eldr", "tau": 0.1}, partitions={"file": str(partition)})
     runs["eldr"], pure["eldr"] = await measure(stack, plan, 2)
     return runs, pure

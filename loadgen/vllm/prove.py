@@ -95,7 +95,7 @@ async def calibrate(stack: Stack, plan: Plan) -> None:
     await stack.eldrd.reload(capture={"dir": str(capture)})
     await demo.measure(stack, plan.traffic(plan.calibration, 4), 1)
     await stack.eldrd.reload(capture={"dir": ""})
-    await demo.fit(stack, capture, stack.out / "partitions.safetensors")
+    await stack.eldrd.fit(capture, stack.out / "partitions.safetensors")
 
 
 async def use(stack: Stack, policy: str) -> None:
