@@ -39,6 +39,17 @@ def test_hook_alone_and_its_names() -> None:
     }
 
 
+def test_the_load_failure_policy_goes_to_the_outer_configuration() -> None:
+    """vLLM's scheduler reads it there, and MultiConnector hands the children theirs."""
+    options = {"kv_load_failure_policy": "recompute", "kv_buffer_device": "cpu"}
+    config = transfer_config("nixl", ["tcp://a:1"], role="kv_consumer", phase="decode", options=options)
+    assert config["kv_load_failure_policy"] == "recompute"
+    nixl, hook = config["kv_connector_extra_config"]["connectors"]
+    assert nixl == {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_buffer_device": "cpu"}
+    assert hook["kv_connector_extra_config"]["eldr_phase"] == "decode"
+    assert "kv_load_failure_policy" in options, "the caller's own is left as it is"
+
+
 def test_any_connector_by_its_class_name() -> None:
     [first, _] = transfer_config("MyConnector", ["tcp://a:1"], role="kv_producer")["kv_connector_extra_config"][
         "connectors"

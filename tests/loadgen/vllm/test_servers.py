@@ -37,6 +37,22 @@ def test_other_roles(tmp_path: Path) -> None:
     assert "--kv-transfer-config" not in plain.command()
 
 
+def test_decode_with_the_hook(tmp_path: Path) -> None:
+    config = VllmServer("d0", "decode", SETTINGS, tmp_path, endpoints=["tcp://127.0.0.1:1"]).transfer_config()
+    assert config is not None
+    assert config["kv_load_failure_policy"] == "recompute"
+    nixl, hook = config["kv_connector_extra_config"]["connectors"]
+    assert (nixl["kv_connector"], nixl["kv_role"]) == ("NixlConnector", "kv_consumer")
+    assert hook["kv_connector_extra_config"]["eldr_phase"] == "decode"
+
+
+def test_prefill_servers_publish_their_events(tmp_path: Path) -> None:
+    fleet = VllmFleet(SETTINGS, tmp_path, endpoints=["tcp://127.0.0.1:1"], prefill=2)
+    assert len({s.kv_events for s in fleet.prefill}) == 2
+    for server in fleet.servers:
+        assert ("--kv-events-config" in server.command()) == (server.role == "prefill")
+
+
 def test_servers_share_no_port(tmp_path: Path) -> None:
     fleet = VllmFleet(SETTINGS, tmp_path, endpoints=[], prefill=2, decode=3, plain=True)
     assert [s.name for s in fleet.servers] == ["p0", "p1", "d0", "d1", "d2", "plain"]

@@ -1,0 +1,75 @@
+"""Decode counts through eldrd: the hook beside NIXL on D, joined with P's signatures in a capture, equal to the routers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from eldrd.signatures.capture import load_capture
+from loadgen.vllm import checks
+from loadgen.vllm.truth import Truth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from loadgen.vllm.stack import Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+OUTPUT = 70
+
+
+async def test_captures_hold_what_was_decoded(stack: Stack, tmp_path: Path) -> None:
+    """Cold and hit prefixes, chunked prompts, several at once; every request of the capture has exact decode counts."""
+    truth = await asyncio.to_thread(Truth, stack.checkpoint)
+    prompts = [checks.prompt(stack, n, 900 + n) for n in (1, 31, 32, 33, 300, 2100)]
+    prompts += [prompts[4][:200] + checks.prompt(stack, 7 * i, 950 + i) for i in range(1, 5)]
+    await stack.eldrd.reload(capture={"dir": str(tmp_path)})
+    async with stack.client(stack.eldrd.url) as client:
+        made = await asyncio.gather(
+            *(
+                checks.generate(client, stack.model, p, chat=False, stream=i % 2 == 0, tokens=OUTPUT)
+                for i, p in enumerate(prompts)
+            )
+        )
+    await stack.eldrd.reload(capture={"dir": ""})
+    capture = load_capture(tmp_path)
+    assert capture.decode is not None
+    assert await stack.eldrd.metric("eldrd_captured_total", outcome="no_decode") == 0
+    by_length = {n: i for i, n in enumerate(capture.prompt_tokens.tolist())}
+    assert set(by_length) == {len(p) for p in prompts}
+    inexact = 0
+    for prompt, output in zip(prompts, made, strict=True):
+        at = by_length[len(prompt)]
+        assert capture.output_tokens[at] == len(output) == OUTPUT
+        routing = await asyncio.to_thread(truth.routing, prompt + output[:-1])
+        for counts, part in (
+            (capture.prefill[at], routing.part(0, len(prompt))),
+            (capture.decode[at], routing.part(len(prompt), len(prompt) + OUTPUT - 1)),
+        ):
+            result = part.compare(counts)
+            assert result.exact or result.near_tie, f"{len(prompt)} tokens: {result}"
+            inexact += not result.exact
+    assert inexact <= 2
+
+
+async def test_nothing_of_the_hooks_reaches_the_client_and_no_capture_means_no_counting(stack: Stack) -> None:
+    before = await stack.eldrd.metric("eldrd_signature_frames_total", kind="decoded")
+    body = {"model": stack.model, "prompt": checks.prompt(stack, 50, 990), "max_tokens": 5, "ignore_eos": True}
+    async with aiohttp.ClientSession() as s, s.post(stack.eldrd.url + "/v1/completions", json=body) as r:
+        assert r.status == 200
+        assert "eldr" not in ((await r.json()).get("kv_transfer_params") or {})
+    await asyncio.sleep(0.3)
+    assert await stack.eldrd.metric("eldrd_signature_frames_total", kind="decoded") == before
+
+
+async def test_kv_events_of_the_prefill_server_arrive(stack: Stack) -> None:
+    stored = await stack.eldrd.metric("eldrd_kv_events_total", kind="stored")
+    async with stack.client(stack.eldrd.url) as client:
+        await checks.generate(client, stack.model, checks.prompt(stack, 320, 991), chat=False, stream=False)
+    await asyncio.sleep(0.3)
+    assert await stack.eldrd.metric("eldrd_kv_events_total", kind="stored") >= stored + 10
+    assert await stack.eldrd.metric("eldrd_kv_events_total", kind="invalid") == 0
