@@ -181,10 +181,11 @@ class Engine:
 
 
 def _standard(engine: Engine, truth: Truth) -> list[Check]:
-    """Cold, prefix hit, chunked, chunked behind a hit, a batch with decode mixed in."""
+    """Cold, chunked, the same again, chunked behind a hit, a batch with decode mixed in."""
     long = engine.prompt(333)
     checks = engine.run("cold", [engine.prompt(57)], truth)[0]
     checks += engine.run("chunked", [long], truth)[0]
+    checks += engine.run("again", [long], truth)[0]
     checks += engine.run("hit", [long[:200] + engine.prompt(277)], truth)[0]
     prompts = [engine.prompt(n) for n in (1, 31, 32, 70, 130)] + [long[:170]]
     return checks + engine.run("batch", prompts, truth, tokens=8)[0]
