@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 # Requests a window holds at most, the latest: 48 MB of 48 x 128 counts.
 LIMIT: Final = 2_000
+# For sys.setswitchinterval: how long the thread may keep the GIL when the loop wants it.
+SWITCH_S: Final = 5e-4
 OUTCOMES: Final = ("swapped", "kept", "few", "stale", "failed")
 
 
