@@ -87,6 +87,7 @@ class Daemon:
             self._metrics,
             self._captured,
             self._refitter.add,
+            self.current,
         )
         self._admission = Admission()
         self._app = App(self._lifecycle, self._admission, self._admin, self._metrics, self.current)
@@ -165,7 +166,16 @@ class Daemon:
                 workers[key] = worker
                 row.append(worker)
             pools[role] = Pool(self._table, tuple(row))
-        policy = self._policy(settings, partition, options, [w.slot for w in pools["decode"].workers])
+        new = [worker for key, worker in workers.items() if key not in self._workers]
+        try:
+            policy = self._policy(settings, partition, options, [w.slot for w in pools["decode"].workers])
+        except config.ConfigError:
+            for worker in new:
+                self._table.remove(worker)
+            raise
+        if before is not None:
+            # A reload may bring new workers only; requests must not find all of them unknown.
+            await self._prober.meet(new, settings.health)
         removed = [worker for key, worker in self._workers.items() if key not in workers]
         self._workers = workers
         self._watch.idle_s = settings.timeouts.idle_s

@@ -30,13 +30,15 @@ class Prober:
     def watch(self, workers: Iterable[Worker], settings: Health, headers: dict[str, str]) -> None:
         """Probe exactly these workers from now on, with these settings and request headers."""
         self._headers = headers
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         for worker in list(self._tasks):
             self._tasks.pop(worker).cancel()
         loop = asyncio.get_running_loop()
         for worker in workers:
             self._tasks[worker] = loop.create_task(self._probe_for_ever(worker, settings))
+
+    async def meet(self, workers: Iterable[Worker], settings: Health) -> None:
+        """Probe workers once, so that those which are up are usable when this returns, ``timeout_s`` later at most."""
+        await asyncio.gather(*(self._probe(worker, settings) for worker in workers))
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -48,19 +50,23 @@ class Prober:
 
     async def _probe_for_ever(self, worker: Worker, settings: Health) -> None:
         while True:
-            was = worker.up
-            ok, refused = await self._answers(worker, settings.timeout_s)
-            if ok and not (was and worker.cards):
-                worker.cards = await self._cards(worker, settings.timeout_s)
-            # At start-up nothing is known yet, and a port that nobody listens on needs no second look.
-            worker.probed(ok, 1 if refused or not was else settings.failures)
-            if worker.up != was:
-                self._changed(worker)
+            await self._probe(worker, settings)
             # Start-up and recovery are watched closely, a running worker is not.
             await asyncio.sleep(settings.interval_s if worker.up else min(0.5, settings.interval_s))
 
+    async def _probe(self, worker: Worker, settings: Health) -> None:
+        was = worker.up
+        ok, refused = await self._answers(worker, settings.timeout_s)
+        if ok and not (was and worker.cards):
+            worker.cards = await self._cards(worker, settings.timeout_s)
+        # At start-up nothing is known yet, and a port that nobody listens on needs no second look.
+        worker.probed(ok, 1 if refused or not was else settings.failures)
+        if worker.up != was:
+            self._changed(worker)
+
     def _ask(self, worker: Worker, path: str, timeout_s: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        assert self._session is not None
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         timeout = aiohttp.ClientTimeout(timeout_s)
         return self._session.get(worker.url + path, headers=self._headers, timeout=timeout, allow_redirects=False)
 

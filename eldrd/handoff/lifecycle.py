@@ -60,9 +60,11 @@ class Lifecycle:
         metrics: Metrics,
         captured: Callable[[Signature, int, str | None], None],
         observed: Callable[[Signature], None] | None = None,
+        current: Callable[[], Snapshot] | None = None,
     ) -> None:
         """captured: given each whole signature with its output length and label when a capture is on;
-        observed: given each signature before its request is decided."""
+        observed: given each signature before its request is decided; current: the newest Snapshot, for requests whose own
+        has no usable worker left."""
         self.table = table
         self.ledger = ledger
         self.receiver = receiver
@@ -70,6 +72,7 @@ class Lifecycle:
         self.metrics = metrics
         self.captured = captured
         self.observed = observed
+        self.current = current
         self.releaser = Releaser(ledger)
 
     async def serve(self, request: Request, snapshot: Snapshot, client: Client, record: Record) -> Answer:
@@ -165,7 +168,8 @@ class _Way:
         try:
             decision = snap.prefill_policy.choose(request.prefix, snap.prefill.in_flight(), usable)
         except NoWorkerError:
-            raise no_worker("prefill") from None
+            self._move_on("prefill")
+            return await self._prefill_once(eldr_id)
         worker = snap.prefill.workers[decision.worker]
         record.prefill, record.prefill_reason = worker.name, decision.reason
         self.life.metrics.routed.labels("prefill", worker.name, decision.reason).inc()
@@ -228,6 +232,13 @@ class _Way:
         if signature is not None and self.life.observed is not None:
             self.life.observed(signature)
         return signature
+
+    def _move_on(self, role: str) -> None:
+        """No worker of this role is left: if a reload has brought others since, go on with them. Raises Failure."""
+        newest = self.snap if self.life.current is None else self.life.current()
+        if newest is self.snap:
+            raise no_worker(role)
+        self.snap = newest
 
     # -- decode ---------------------------------------------------------------------------------------------------------
 
@@ -309,7 +320,8 @@ class _Way:
                 snap.decode.in_flight(), self.retries.usable(snap.decode), counts, tokens, self.request.label
             )
         except NoWorkerError:
-            raise no_worker("decode") from None
+            self._move_on("decode")
+            return self._decide()
         worker = snap.decode.workers[decision.worker]
         record.decode, record.decode_reason = worker.name, decision.reason
         record.score, record.candidates = decision.score, decision.candidates

@@ -193,3 +193,32 @@ async def test_second_signal_ends_at_once(eldrd: Daemon) -> None:
         await asyncio.sleep(0.2)
         eldrd.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(eldrd.process.wait(), 5) == 1
+
+
+async def test_a_reload_that_replaces_every_worker_refuses_nobody(eldrd: Daemon, fleet: EmulatedFleet) -> None:
+    """Requests before, during (in prefill, with all their decode workers taken away) and right after the reload."""
+    p, d = eldrd.sections["prefill"]["workers"], eldrd.sections["decode"]["workers"]
+    wanted = requests(Workload(), 60, seed=12)
+
+    async def steadily(session: aiohttp.ClientSession) -> list[int]:
+        statuses = []
+
+        async def one(prompt: str) -> None:
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
+            async with session.post(eldrd.url + "/v1/completions", json=body) as r:
+                statuses.append(r.status)
+
+        async with asyncio.TaskGroup() as tasks:
+            for request in wanted:
+                tasks.create_task(one(str(request.prompt)))
+                await asyncio.sleep(0.01)
+        return statuses
+
+    async with aiohttp.ClientSession() as session:
+        running = asyncio.create_task(steadily(session))
+        await asyncio.sleep(0.15)
+        await eldrd.reload(prefill={"workers": p[:1]}, decode={"workers": d[:1]})
+        await eldrd.reload(prefill={"workers": p[1:]}, decode={"workers": d[1:]})
+        assert set(await running) == {200}
+    assert fleet.violations == []
+    assert await eldrd.metric("eldrd_in_flight") == 0
