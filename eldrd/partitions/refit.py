@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from eldrd.partitions.file import Partition
+
+
+# Relative gain below which a swap is not worth the policy and the file written anew; slow drift adds up to it.
+WORTH: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def refit(partition: Partition, rows: Sequence[NDArray[np.int32]], seed: int = 0
 
     A clustering from fresh seeds, its clusters aligned to the workers so that as many requests as can be stay, replaces
     it where it is better by more than cluster.SLACK. None if the rows with any weight are fewer than the workers, or if the new
-    centroids are no better on these requests than the old ones.
+    centroids are not better on these requests than the old ones by more than WORTH.
     """
     x = unit_rows(rows, partition.idf, partition.layers)
     x = x[x.any(axis=1)]
@@ -54,7 +58,7 @@ def refit(partition: Partition, rows: Sequence[NDArray[np.int32]], seed: int = 0
     fresh = cluster.kmeans(x, cluster.seeds(x, k, np.random.default_rng(seed)))
     if fresh.objective > found.objective * (1 + cluster.SLACK):
         found = cluster.aligned(fresh, nearest)
-    if not found.objective > before:
+    if not found.objective > before * (1 + WORTH):
         return None
     new = replace(
         partition,

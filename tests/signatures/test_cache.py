@@ -230,6 +230,18 @@ def test_a_checkpoint_answers_for_rows_that_are_gone() -> None:
     assert cache.hits == 2 * len(chain) + len(chain) - last - 1
 
 
+def test_models_share_no_checkpoint() -> None:
+    cache = SignatureCache(BIG)
+    other = replace(GEOMETRY, fingerprint=7)
+    keys = hashes(*CHAINS.prompts[1][:STRIDE])
+    ours, theirs = rows(STRIDE), rows(STRIDE, seed=1)
+    for geometry, counts in ((GEOMETRY, ours), (other, theirs)):
+        cache.insert(geometry, keys, counts)
+        assert gathered(cache, keys, geometry) == (counts.sum(0, dtype=np.int64).tolist(), 0)
+    assert gathered(cache, keys) == (ours.sum(0, dtype=np.int64).tolist(), 0)
+    assert cache.checkpoints == 2
+
+
 def test_a_sum_with_gaps_leaves_no_checkpoint() -> None:
     cache = SignatureCache(BIG)
     chain = CHAINS.prompts[0]
