@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 PREFIX = "ELDRD_"
 
-DecodePolicy = Literal["random", "round_robin", "jsq", "p2c", "domain", "eldr", "union", "guarded_band"]
+DecodePolicy = Literal["random", "round_robin", "jsq", "p2c", "domain", "eldr", "union", "guarded_band", "soft_band"]
 PrefillPolicy = Literal["prefix_hash", "jsq", "round_robin"]
 
 
@@ -153,8 +153,15 @@ class Guarded(Section):
     tau: float = Field(0.2, ge=0, le=2, description="width of guarded_band's locality band in cosine units")
 
 
+class Soft(Section):
+    guard: float = Field(0.4, ge=0, le=100, description="as guarded.guard, for soft_band")
+    pull: float = Field(
+        4.0, ge=0, le=100, description="requests' experts that a worker must save a unit of cosine away"
+    )
+
+
 class Partitions(Section):
-    file: str = Field("", description="partition file written by `eldrd fit`; for eldr and guarded_band")
+    file: str = Field("", description="partition file written by `eldrd fit`; for eldr and the bands")
 
 
 class Refit(Section):
@@ -226,6 +233,7 @@ class Settings(BaseSettings):
     domain: Domain = Domain()
     union: Union = Union()
     guarded: Guarded = Guarded()
+    soft: Soft = Soft()
     partitions: Partitions = Partitions()
     refit: Refit = Refit()
     signatures: Signatures = Signatures()
@@ -262,7 +270,7 @@ class Settings(BaseSettings):
             raise ValueError("decode.policy = 'eldr' needs partitions.file")
         if self.refit.enabled and not (self.partitions.file and self.signatures.listen):
             raise ValueError("refit.enabled needs partitions.file and signatures.listen")
-        if policy in ("eldr", "union", "guarded_band") and not self.signatures.listen:
+        if policy in ("eldr", "union", "guarded_band", "soft_band") and not self.signatures.listen:
             raise ValueError(f"decode.policy = {policy!r} needs signatures.listen, where the hooks connect")
         if policy == "domain" and not self.domain.workers:
             raise ValueError("decode.policy = 'domain' needs domain.workers")

@@ -216,6 +216,8 @@ class Daemon:
                 ranks=load_ranks(Path(u.rank_map)) if u.rank_map else u.ep_ranks,
                 guard=settings.guarded.guard,
                 guarded_tau=settings.guarded.tau,
+                soft_guard=settings.soft.guard,
+                pull=settings.soft.pull,
             )
         except ValueError as e:
             raise config.ConfigError(f"{self._path}: union.rank_map: {e}") from None

@@ -19,16 +19,27 @@ if TYPE_CHECKING:
     from eldrd.routing.policy import Policy
     from eldrd.routing.prefill import PrefillPolicy
 
-POLICIES: Final[tuple[str, ...]] = ("random", "round_robin", "jsq", "p2c", "domain", "eldr", "union", "guarded_band")
-# Those that read a partition; eldr falls back to jsq without one, guarded_band does without its band.
-WITH_PARTITION: Final = frozenset({"eldr", "guarded_band"})
+POLICIES: Final[tuple[str, ...]] = (
+    "random",
+    "round_robin",
+    "jsq",
+    "p2c",
+    "domain",
+    "eldr",
+    "union",
+    "guarded_band",
+    "soft_band",
+)
+# Those that read a partition; eldr falls back to jsq without one, the others do without their band.
+WITH_PARTITION: Final = frozenset({"eldr", "guarded_band", "soft_band"})
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a policy may be told beside eldr's tau; each is read by the policies its class documents.
 
-    second_nearest: LocalityBand; labels: Domain; step, learn, weight, ranks: Union; guard, guarded_tau: GuardedBand.
+    second_nearest: LocalityBand; labels: Domain; step, learn, weight, ranks: Union; guard, guarded_tau: GuardedBand;
+    soft_guard, pull: SoftBand.
     """
 
     second_nearest: bool = False
@@ -39,6 +50,8 @@ class Options:
     ranks: NDArray[np.int32] | int = 1
     guard: float = 0.1
     guarded_tau: float = 0.2
+    soft_guard: float = 0.4
+    pull: float = 4.0
 
 
 def build(
@@ -90,6 +103,19 @@ def build(
                 workers=workers,
                 guard=options.guard,
                 tau=options.guarded_tau,
+                learn=options.learn,
+                weight=options.weight,
+                ranks=options.ranks,
+                before=before,
+            )
+        case "soft_band":
+            return union.SoftBand(
+                slots,
+                options.step,
+                partition=partition,
+                workers=workers,
+                guard=options.soft_guard,
+                pull=options.pull,
                 learn=options.learn,
                 weight=options.weight,
                 ranks=options.ranks,

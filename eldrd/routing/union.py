@@ -1,4 +1,4 @@
-"""Union routing and the guarded band: a request goes where it costs the least, by what every worker runs. No files.
+"""Union routing, bare and with a band: a request goes where it costs the least, by what every worker runs. No files.
 
 With Batches' active experts A and Learner's coefficients a0, a1, a2, a request that adds dA to a worker of n requests
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 UNION: Final = "union"
 GUARDED: Final = "guarded"
+SOFT: Final = "soft"
 
 
 class Union(Policy):
@@ -57,12 +58,11 @@ class Union(Policy):
         """slots: of each worker in row order, its own for good; step, learn: see Learner; weight: of what the others
         lose, higher is better for tails; ranks: see Batches; before: the policy this one takes over from: what its
         workers run is known on, if the rank map is the same, and what was learned, if ``step`` is."""
-        if not (math.isfinite(weight) and 0 <= weight <= 100):
-            raise ValueError(f"weight is {weight}, expected 0..100")
         self._slots = np.array(slots, np.intp)
-        self._weight = float(weight)
+        self._weight = checked(weight, "weight")
         self._fallback = ShortestQueue()
         self._next = 0
+        self._level: NDArray[np.float32] = np.zeros(len(slots), np.float32)
         self._batches, self._learner = Batches(ranks), Learner(step, learn=learn)
         if isinstance(before, Union):
             if np.array_equal(before._batches.ranks, self._batches.ranks):
@@ -120,10 +120,23 @@ class Union(Policy):
         usable: NDArray[np.bool_],
         counts: NDArray[np.int32],
         tokens: int,
+        scores: NDArray[np.float32] | None = None,
+        pull: float = 0.0,
     ) -> Decision:
+        """scores: float32 [W]; pull: active experts that a worker's cost rises by for each unit its score is below the
+        best."""
         added = self._batches.added(counts, tokens, self._slots)
         worker, candidates, cost = _least(
-            added, in_flight, usable, self._slots, self._batches.active, self._learner.rows, self._weight, self._next
+            added,
+            in_flight,
+            usable,
+            self._slots,
+            self._batches.active,
+            self._learner.rows,
+            self._weight,
+            self._next,
+            self._level if scores is None else scores,
+            pull,
         )
         if worker < 0:
             raise NoWorkerError
@@ -160,10 +173,8 @@ class GuardedBand(Union):
     ) -> None:
         """partition, workers, tau: see LocalityBand; the rest: see Union. Raises ValueError as they do, and for a guard
         outside 0..100."""
-        if not (math.isfinite(guard) and 0 <= guard <= 100):
-            raise ValueError(f"guard is {guard}, expected 0..100")
         super().__init__(slots, step, learn=learn, weight=weight, ranks=ranks, before=before)
-        self._guard = float(guard)
+        self._guard = checked(guard, "guard")
         self._band = None if partition is None else Band(partition, workers, tau)
 
     def choose(
@@ -184,6 +195,69 @@ class GuardedBand(Union):
         if self._band is not None and self._band.fits(counts):
             kept = self._band.keep(counts, kept)
         return self._cheapest(GUARDED, in_flight, kept, counts, tokens)
+
+
+class SoftBand(Union):
+    """Union's cost behind a load guard, with a pull to the nearest centroid in place of the band's edge:
+
+    guard   workers with at most (1 + guard) * mean + 1 requests in flight, of the usable ones
+    cost    union's, + a1 * pull * k * (best - cosine)        k: experts that a token selects in a layer
+
+    Where batches are small, what runs on a worker says little of what it will run, and the centroid decides; where they
+    are large, n * dA outgrows the pull, which does not depend on n, and the centroid only breaks near ties. Traffic that
+    has drifted is about as far from all centroids, so that the pull fades. Without a partition, or with one of another
+    geometry, there is no pull.
+    """
+
+    name: ClassVar[str] = "soft_band"
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        step: StepTime,
+        *,
+        partition: Partition | None,
+        workers: Sequence[str],
+        guard: float,
+        pull: float,
+        learn: bool = True,
+        weight: float = 1.0,
+        ranks: NDArray[np.int32] | int = 1,
+        before: Policy | None = None,
+    ) -> None:
+        """partition, workers: see Band; the rest: see Union. Raises ValueError as they do, and for a guard or pull
+        outside 0..100."""
+        super().__init__(slots, step, learn=learn, weight=weight, ranks=ranks, before=before)
+        self._guard, self._pull = checked(guard, "guard"), checked(pull, "pull")
+        self._band = None if partition is None else Band(partition, workers, 0.0)
+
+    def choose(
+        self,
+        in_flight: NDArray[np.int32],
+        usable: NDArray[np.bool_],
+        counts: NDArray[np.int32] | None,
+        tokens: int = 0,
+        label: str | None = None,
+    ) -> Decision:
+        """See Policy."""
+        del label
+        reason = self._why_not(counts, tokens)
+        if reason or counts is None:
+            return self._fallback.choose_because(reason, in_flight, usable)
+        in_flight, usable = compiled_inputs(in_flight, usable)
+        kept = _guarded(in_flight, usable, self._guard)
+        if self._band is None or not self._band.fits(counts):
+            return self._cheapest(SOFT, in_flight, kept, counts, tokens)
+        # Every token selects as many experts in one layer as in another.
+        pull = self._pull * float(counts[0].sum()) / tokens
+        return self._cheapest(SOFT, in_flight, kept, counts, tokens, self._band.scores(counts), pull)
+
+
+def checked(value: float, name: str) -> float:
+    """value as a float. Raises ValueError outside 0..100."""
+    if not (math.isfinite(value) and 0 <= value <= 100):
+        raise ValueError(f"{name} is {value}, expected 0..100")
+    return float(value)
 
 
 def warm_up() -> None:
@@ -212,9 +286,22 @@ def _guarded(in_flight: Any, usable: Any, guard: Any) -> Any:
 
 @njit(cache=True)
 def _least(
-    added: Any, in_flight: Any, usable: Any, slots: Any, active: Any, coefficients: Any, weight: Any, start: Any
+    added: Any,
+    in_flight: Any,
+    usable: Any,
+    slots: Any,
+    active: Any,
+    coefficients: Any,
+    weight: Any,
+    start: Any,
+    scores: Any,
+    pull: Any,
 ) -> Any:
     """(row, usable rows, cost): the first row of least cost from ``start`` on, wrapping; row -1 if none."""
+    nearest = np.float32(-np.inf)
+    for row in range(scores.size):
+        if usable[row]:
+            nearest = max(nearest, scores[row])
     best = -1
     candidates = 0
     least = np.inf
@@ -228,6 +315,7 @@ def _least(
             n, more = in_flight[row], np.float64(added[row])
             lost = expert * more + request
             cost = weight * n * lost + base + expert * active[slot] + request * n + lost
+            cost += expert * pull * np.float64(nearest - scores[row])
             if cost < least:
                 best, least = row, cost
     return best, candidates, least

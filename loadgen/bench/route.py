@@ -141,7 +141,7 @@ class PlainUnion:
 
 
 def bench_union(rng: np.random.Generator, name: str, workers: int, ranks: int = 1) -> dict[str, float]:
-    """A decision of union or guarded_band with admission and end, 32 requests on every worker, beside NumPy's; and
+    """A decision of union, guarded_band or soft_band with admission and end, 32 requests on every worker, beside NumPy's; and
     what learning from the answer adds."""
     names = tuple(f"d{i}" for i in range(workers))
     options = routing.Options(ranks=ranks)
@@ -188,7 +188,7 @@ def main(out: Path, rows: int) -> None:
     results["cache"] = bench_cache(rng, rows)
     for workers in (16, 64):
         results[f"decision_{workers}"] = bench_decision(rng, workers)
-        for name in ("union", "guarded_band"):
+        for name in ("union", "guarded_band", "soft_band"):
             results[f"{name}_{workers}"] = bench_union(rng, name, workers)
     results["union_16_ep_4"] = bench_union(rng, "union", 16, ranks=4)
     results["prefix_hash_8"] = bench_prefill(rng, 8)

@@ -56,6 +56,7 @@ BASELINES: Final = tuple(Contender(name, name) for name in LOAD_POLICIES)
 ELDR: Final = Contender("eldr", "eldr")
 UNION: Final = Contender("union", "union")
 GUARDED: Final = Contender("guarded_band", "guarded_band")
+SOFT: Final = Contender("soft_band", "soft_band")
 EVERY: Final = (
     *BASELINES,
     Contender("domain", "domain"),
@@ -63,8 +64,9 @@ EVERY: Final = (
     Contender("eldr 2nd", "eldr", options=Options(second_nearest=True)),
     UNION,
     GUARDED,
+    SOFT,
 )
-SHORT: Final = (*BASELINES, ELDR, UNION, GUARDED)
+SHORT: Final = (*BASELINES, ELDR, UNION, GUARDED, SOFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +108,17 @@ def _tau() -> Iterator[Job]:
 
 
 def _guard() -> Iterator[Job]:
-    sweep = tuple(
-        Contender(f"g{g:g} t{t:g}", "guarded_band", options=Options(guard=g, guarded_tau=t))
-        for g in (0.0, 0.05, 0.1, 0.2)
-        for t in (0.05, 0.1, 0.2, 0.4)
+    hard = tuple(
+        Contender(f"guarded {g:g} {t:g}", "guarded_band", options=Options(guard=g, guarded_tau=t))
+        for g, t in ((0.05, 0.2), (0.1, 0.1), (0.1, 0.2), (0.2, 0.2), (0.1, 0.4))
     )
-    for rate in RATES:
-        yield Job("guard", f"{rate:g}/s", Scenario(rate), (*BASELINES, ELDR, UNION, *sweep))
-    yield Job("guard", "drift 60/s", Scenario(60.0, drift=1.0), (*BASELINES, ELDR, UNION, *sweep))
-    yield Job("guard", "drift 20/s", Scenario(20.0, drift=1.0), (*BASELINES, ELDR, UNION, *sweep))
+    soft = tuple(
+        Contender(f"soft {g:g} {p:g}", "soft_band", options=Options(soft_guard=g, pull=p))
+        for g, p in ((0.2, 4.0), (0.4, 2.0), (0.4, 4.0), (0.4, 8.0), (1.0, 4.0))
+    )
+    for rate in (20.0, 60.0, 100.0):
+        yield Job("guard", f"{rate:g}/s", Scenario(rate), (*BASELINES, ELDR, UNION, *hard, *soft))
+    yield Job("guard", "drift 60/s", Scenario(60.0, drift=1.0), (*BASELINES, ELDR, UNION, *hard, *soft))
 
 
 def _kmeans() -> Iterator[Job]:

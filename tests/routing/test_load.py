@@ -63,6 +63,7 @@ def test_reasons_and_candidates() -> None:
         "eldr": "no_partition",
         "union": "signature_missing",
         "guarded_band": "signature_missing",
+        "soft_band": "signature_missing",
     }
     assert {d.candidates for d in got.values()} == {2}
 

@@ -100,7 +100,7 @@ def test_refusals() -> None:
             LocalityBand(None, ["d0"], tau)
     with pytest.raises(
         ValueError,
-        match="policy is 'x', expected one of random, round_robin, jsq, p2c, domain, eldr, union, guarded_band",
+        match="policy is 'x', expected one of random, round_robin, jsq, p2c, domain, eldr, union, guarded_band, soft_band",
     ):
         build_module.build("x", partition=None, workers=["d0"], tau=0.1)
     with pytest.raises(ValueError, match="usable has 2 workers, the partition 3"):

@@ -13,7 +13,7 @@ from eldrd.routing.build import Options, build
 from eldrd.routing.domain import Domain
 from eldrd.routing.policy import NoWorkerError
 from eldrd.routing.steptime import Learner, StepTime
-from eldrd.routing.union import GuardedBand, Union
+from eldrd.routing.union import GuardedBand, SoftBand, Union
 
 SHAPE = (2, 4)
 
@@ -74,6 +74,40 @@ def test_least_cost_behind_guard_and_band(seed: int, k: int, weight: float, guar
     assert decision.reason == ("union" if guard is None else "guarded")
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([0.0, 2.0, 50.0]))
+def test_soft_band_pulls_to_the_nearest_centroid(seed: int, k: int, pull: float) -> None:
+    rng = np.random.default_rng(seed)
+    step, workers = StepTime(3.0, 0.7, 0.2), [f"d{i}" for i in range(k)]
+    p = partition(k, seed=seed)
+    policy = SoftBand(range(k), step, partition=p, workers=workers, guard=0.5, pull=pull, learn=False)
+    bare = Union(range(k), step, learn=False)
+    in_flight = np.zeros(k, np.int32)
+    for _ in range(int(rng.integers(1, 12))):
+        row, counts = int(rng.integers(k)), some(rng)
+        for each in (policy, bare):
+            each.admitted(row, counts, 18, 0.0)
+        in_flight[row] += 1
+    usable = rng.random(k) < 0.8
+    usable[0] = True
+    counts = rng.multinomial(36, np.full(4, 0.25), size=2).astype(np.int32)  # 18 tokens of top-2
+    rows = [r for r in range(k) if usable[r]]
+    mean = sum(in_flight[r] for r in rows) / len(rows)
+    rows = [r for r in rows if in_flight[r] <= 1.5 * mean + 1]
+    scores = (units(counts.reshape(1, *SHAPE), p.idf, p.layers) @ p.centroids.T)[0]
+
+    def cost(r: int) -> float:
+        only = np.zeros(k, np.bool_)
+        only[r] = True
+        union = bare.choose(in_flight, only, counts, 18).score
+        return float(union + 0.7 * pull * 2 * (max(scores[i] for i in rows) - scores[r]))
+
+    decision = policy.choose(in_flight, usable, counts, 18)
+    assert (decision.reason, decision.candidates) == ("soft", len(rows))
+    assert decision.score == pytest.approx(min(map(cost, rows)), abs=1e-3)
+    assert cost(decision.worker) == pytest.approx(min(map(cost, rows)), abs=1e-3)
+
+
 def test_alike_requests_gather_and_others_keep_away() -> None:
     policy = Union([0, 1], StepTime(1.0, 1.0, 0.01), learn=False)
     left, right = np.zeros((1, 8), np.int32), np.zeros((1, 8), np.int32)
@@ -90,7 +124,7 @@ def test_alike_requests_gather_and_others_keep_away() -> None:
 
 def test_fallbacks_are_jsq_with_a_reason() -> None:
     in_flight, usable = np.array([3, 1, 2], np.int32), np.ones(3, np.bool_)
-    for name in ("union", "guarded_band"):
+    for name in ("union", "guarded_band", "soft_band"):
         policy = build(name, partition=None, workers=["d0", "d1", "d2"], tau=0.1)
         running = policy.admitted(0, np.ones((2, 4), np.int32), 4, 0.0)
         for counts, tokens, reason in (
@@ -105,6 +139,21 @@ def test_fallbacks_are_jsq_with_a_reason() -> None:
         policy.ended(running, 1.0)
         policy.ended(running, 1.0)
         assert {f.value for f in policy.figures() if f.name == "active_experts"} == {0.0}
+
+
+def test_options_out_of_bounds_are_refused() -> None:
+    def make(name: str, **options: float) -> None:
+        build(name, partition=None, workers=["d0"], tau=0.1, options=Options(**options))  # type: ignore[arg-type]
+
+    for name, option, what in (
+        ("union", "weight", "weight"),
+        ("guarded_band", "guard", "guard"),
+        ("soft_band", "soft_guard", "guard"),
+        ("soft_band", "pull", "pull"),
+    ):
+        for value in (-1.0, float("nan"), 101.0):
+            with pytest.raises(ValueError, match=f"{what} is .*, expected 0..100"):
+                make(name, **{option: value})
 
 
 def test_a_reload_keeps_what_runs_by_slot() -> None:
