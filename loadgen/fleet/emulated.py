@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """How many workers of each role, named p0.., d0.., v0..; hook: eldrd's ZMQ endpoint, None = no hooks; the rest as
-    in WorkerSpec."""
+    """How many workers of each role, named p0.., d0.., v0..; hook: eldrd's ZMQ endpoint, None = no hooks; decode_hook:
+    whether decode workers have one too; the rest as in WorkerSpec."""
 
     prefill: int = 2
     decode: int = 4
     plain: int = 0
     hook: str | None = None
+    decode_hook: bool = False
     model: ModelSpec = field(default_factory=ModelSpec)
     kv_blocks: int = 8192
     max_num_seqs: int = 256
@@ -92,7 +93,7 @@ class EmulatedFleet:
         spec = WorkerSpec(
             name=name,
             role=role,
-            hook=self.spec.hook if role == "prefill" else None,
+            hook=self.spec.hook if role == "prefill" or (role == "decode" and self.spec.decode_hook) else None,
             kv_blocks=self.spec.kv_blocks,
             max_num_seqs=self.spec.max_num_seqs,
             lease_s=self.spec.lease_s,

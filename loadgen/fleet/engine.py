@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """name; role; hook: ZMQ endpoint of eldrd for a prefill worker, None = no hook; port 0 = any free one;
+    """name; role; hook: ZMQ endpoint of eldrd, None = no hook; port 0 = any free one;
     transfer_s: time D needs to fetch a hand-off; lease_s: how long P keeps one; kv_blocks: size of the KV cache;
     keepalive_s: idle connections are closed after this (uvicorn's default); journal: what was answered is kept."""
 
@@ -51,11 +51,13 @@ class Engine:
     def __init__(self, spec: WorkerSpec, model: EmulatedMoE, fabric: Fabric, side_port: int) -> None:
         self.pool = BlockPool(spec.kv_blocks)
         self.ledger = Ledger(spec.host, side_port, spec.lease_s)
-        self.hook = EmulatedHook(model, spec.name, spec.hook) if spec.hook else None
+        phase = "decode" if spec.role == "decode" else "prefill"
+        self.hook = EmulatedHook(model, spec.name, spec.hook, phase) if spec.hook else None
+        counts_prompts = self.hook if phase == "prefill" else None
         self.finished: Counter[str] = Counter()
         self.local_prefills = 0
         self._spec, self._fabric = spec, fabric
-        self.prefill = PrefillQueue(self.pool, model.spec.block_size, spec.prefill, self.hook, self._prefilled)
+        self.prefill = PrefillQueue(self.pool, model.spec.block_size, spec.prefill, counts_prompts, self._prefilled)
         self.decode = DecodeLoop(model, self.pool, spec.decode, spec.max_num_seqs, self._finish)
         fabric.join(self.ledger)
         self._tasks = [asyncio.create_task(self.prefill.run()), asyncio.create_task(self.decode.run())]
@@ -119,6 +121,8 @@ class Engine:
             if self.hook is not None and "eldr_id" in params:
                 seq.hand_off["eldr"] = {"id": params["eldr_id"], "blocks": len(seq.hashes)}
         else:
+            if self.hook is not None and self._spec.role == "decode" and "eldr_id" in params:
+                self.hook.decoded(params["eldr_id"], seq.output.tokens)
             self._release(seq)
 
     def _release(self, seq: Sequence) -> None:

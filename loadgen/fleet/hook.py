@@ -1,9 +1,10 @@
-"""The hook of an emulated prefill worker: pushes the frames eldrd-vllm-hook pushes, over a ZMQ DEALER. No counting of
+"""The hook of an emulated worker: pushes the frames eldrd-vllm-hook pushes, over a ZMQ DEALER. No counting of
 its own: rows come from the emulated model.
 
-As the real hook it sends blocks that were computed (never cached ones), then the request's record if the request has
-an ``eldr_id``; it says hello on connect, every few seconds and when asked ``who``, and answers ``want`` from a bounded
-store of recent rows. A full socket drops the message and counts it.
+As the real hook it sends, on a prefill worker, blocks that were computed (never cached ones), then the request's record
+if the request has an ``eldr_id``; on a decode worker what such a request generated. It says hello on connect, every few
+seconds and when asked ``who``, and answers ``want`` from a bounded store of recent rows. A full socket drops the message
+and counts it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SEND_QUEUE = 10_000
 class EmulatedHook:
     """sent, dropped: messages; lost_rows: rows that a ``want`` named and that were gone."""
 
-    def __init__(self, model: EmulatedMoE, worker: str, endpoint: str) -> None:
+    def __init__(self, model: EmulatedMoE, worker: str, endpoint: str, phase: str = "prefill") -> None:
         self.sent = self.dropped = self.lost_rows = 0
         self._model, self._endpoint = model, endpoint
         spec = model.spec
@@ -42,7 +43,7 @@ class EmulatedHook:
             v=wire.VERSION,
             hook="emulated",
             worker=worker,
-            phase="prefill",
+            phase=phase,
             model=spec.name,
             fingerprint=spec.fingerprint,
             layers=list(range(spec.layers)),
@@ -89,6 +90,12 @@ class EmulatedHook:
             )
             tail = self._model.counts(prompt[full:])
             self._push(wire.encode(header, np.array(hashes, wire.HASH), tail.astype(f"<{self._dtype}")))
+
+    def decoded(self, eldr_id: str, output: list[int]) -> None:
+        """Push the counts of what a request generated: all tokens but the last, which no step ran through the model."""
+        tokens = np.array(output[:-1], np.int32)
+        header = wire.Decoded(v=wire.VERSION, seq=self._next(), id=eldr_id, tokens=len(tokens), dtype="u4")
+        self._push(wire.encode(header, self._model.counts(tokens).astype(wire.DTYPES["u4"])))
 
     def _remember(self, hashes: list[int], rows: NDArray[np.generic]) -> None:
         for h, row in zip(hashes, rows, strict=True):

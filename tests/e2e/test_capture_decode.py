@@ -1,0 +1,61 @@
+"""Captures with decode counts end to end: emulated decode workers with a hook, joined by eldrd with the prefill counts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import aiohttp
+import numpy as np
+from daemon import Daemon, free_port
+
+from eldrd.signatures.capture import load_capture
+from loadgen.fleet.decode import StepCost
+from loadgen.fleet.emulated import EmulatedFleet, FleetSpec
+from loadgen.workloads import Workload, requests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+async def test_every_captured_request_has_its_decode_counts(tmp_path: Path) -> None:
+    hook = f"tcp://127.0.0.1:{free_port()}"
+    spec = FleetSpec(prefill=1, decode=2, hook=hook, decode_hook=True, step_cost=StepCost(0.001, 0.0, 0.0))
+    async with EmulatedFleet(spec) as fleet:
+        listed = fleet.describe()
+        eldrd = Daemon(tmp_path, listed["prefill"], listed["decode"], hook)
+        eldrd.configure(capture={"dir": str(tmp_path / "capture")})
+        await eldrd.start()
+
+        async def hooked() -> bool:
+            return len((await eldrd.get("/admin/status"))["hooks"]) == 3
+
+        await eldrd.until(hooked, 20)
+        wanted = requests(Workload(), 80, seed=3)
+        made: dict[int, list[int]] = {}
+        async with aiohttp.ClientSession() as session:
+
+            async def one(i: int) -> None:
+                body = {
+                    "model": "emulated-moe",
+                    "prompt": wanted[i].prompt,
+                    "max_tokens": 2 + i,
+                    "return_token_ids": True,
+                }
+                async with session.post(eldrd.url + "/v1/completions", json=body) as r:
+                    assert r.status == 200
+                    answer = await r.json()
+                    assert "eldr_id" not in str(answer.get("kv_transfer_params"))
+                    made[i] = answer["choices"][0]["token_ids"]
+
+            await asyncio.gather(*(one(i) for i in range(len(wanted))))
+        assert await eldrd.stop() == 0
+        capture = load_capture(tmp_path / "capture")
+        assert capture.decode is not None
+        assert len(capture.labels) == len(wanted)
+        by_output = {n: at for at, n in enumerate(capture.output_tokens.tolist())}
+        for i, tokens in made.items():
+            at = by_output[2 + i]
+            expected = fleet.model.counts(np.array(tokens[:-1], np.int32)).reshape(capture.decode[at].shape)
+            np.testing.assert_array_equal(capture.decode[at], expected)
+            assert capture.prefill[at].sum() == capture.prompt_tokens[at] * len(expected) * 8
