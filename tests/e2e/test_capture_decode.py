@@ -42,7 +42,8 @@ async def test_every_captured_request_has_its_decode_counts(tmp_path: Path) -> N
                     "max_tokens": 2 + i,
                     "return_token_ids": True,
                 }
-                async with session.post(eldrd.url + "/v1/completions", json=body) as r:
+                headers = {"X-Eldrd-Label": str(i)}
+                async with session.post(eldrd.url + "/v1/completions", json=body, headers=headers) as r:
                     assert r.status == 200
                     answer = await r.json()
                     assert "eldr_id" not in str(answer.get("kv_transfer_params"))
@@ -53,9 +54,9 @@ async def test_every_captured_request_has_its_decode_counts(tmp_path: Path) -> N
         capture = load_capture(tmp_path / "capture")
         assert capture.decode is not None
         assert len(capture.labels) == len(wanted)
-        by_output = {n: at for at, n in enumerate(capture.output_tokens.tolist())}
         for i, tokens in made.items():
-            at = by_output[2 + i]
+            at = capture.labels.index(str(i))
+            assert capture.output_tokens[at] == len(tokens)
             expected = fleet.model.counts(np.array(tokens[:-1], np.int32)).reshape(capture.decode[at].shape)
             np.testing.assert_array_equal(capture.decode[at], expected)
             assert capture.prefill[at].sum() == capture.prompt_tokens[at] * len(expected) * 8
