@@ -159,7 +159,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     for (cell,), in_cell in grouped(entries, "cell").items():
         variants = list(dict.fromkeys(r["variant"] for r in in_cell))
         policies = [p for p in dict.fromkeys(r["policy"] for r in in_cell) if p not in LOAD_POLICIES]
-        title = f"{cell}: TPOT P50 / P99 against the best of {', '.join(LOAD_POLICIES)} (95 % intervals over seeds)"
+        balancers = ", ".join(p for p in LOAD_POLICIES if any(r["policy"] == p for r in in_cell))
+        title = f"{cell}: TPOT P50 / P99 against the best of {balancers} (95 % intervals over seeds)"
         table = Table("model, workload", "variant", *policies, title=title)
         for (model, workload), group in grouped(in_cell, "model", "workload").items():
             by = {(r["variant"], r["policy"]): r for r in group}
