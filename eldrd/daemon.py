@@ -31,7 +31,7 @@ from eldrd.handoff.snapshot import Snapshot
 from eldrd.partitions import cluster
 from eldrd.partitions import source as partition_source
 from eldrd.partitions.file import PartitionError
-from eldrd.partitions.refitter import SWITCH_S, Refitter
+from eldrd.partitions.refitter import Refitter, yield_to_loop
 from eldrd.routing import build as routing
 from eldrd.routing.ranks import load_ranks
 from eldrd.routing.steptime import StepTime
@@ -381,7 +381,7 @@ def serve(path: Path) -> int:
         sys.stderr.write(f"eldrd: {e}\n")
         return 2
     logs.configure(settings.log.level)
-    sys.setswitchinterval(SWITCH_S)
+    yield_to_loop()
 
     async def main() -> None:
         await Daemon(path, settings).run()

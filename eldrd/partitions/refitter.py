@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections import deque
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final
 
 import structlog
+from threadpoolctl import threadpool_limits
 
 from eldrd.partitions import file as partition_file
 from eldrd.partitions.refit import refit
@@ -26,9 +28,18 @@ log = structlog.get_logger()
 
 # Requests a window holds at most, the latest: 48 MB of 48 x 128 counts.
 LIMIT: Final = 2_000
-# For sys.setswitchinterval: how long the thread may keep the GIL when the loop wants it.
-SWITCH_S: Final = 5e-4
+_SWITCH_S: Final = 5e-4
 OUTCOMES: Final = ("swapped", "kept", "few", "stale", "failed")
+
+
+def yield_to_loop() -> None:
+    """Make this process's threads leave the event loop its core and its turn: for its whole life, before any refit.
+
+    BLAS threads spin between two products, which held the loop up more than anything else; a thread keeps the GIL for
+    5 ms by default when another wants it.
+    """
+    threadpool_limits(1, "blas")
+    sys.setswitchinterval(_SWITCH_S)
 
 
 class Refitter:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,7 +26,7 @@ from eldrd.config import Refit
 from eldrd.partitions import cluster
 from eldrd.partitions import file as partition_file
 from eldrd.partitions.fit import fit
-from eldrd.partitions.refitter import SWITCH_S, Refitter
+from eldrd.partitions.refitter import Refitter, yield_to_loop
 from eldrd.routing import build as routing
 from eldrd.signatures.capture import Capture
 from eldrd.signatures.geometry import Geometry
@@ -127,15 +126,15 @@ def bench_fit(requests: int, workers: int) -> dict[str, float]:
 @click.option("--large", is_flag=True, help="Also fit 4,000 requests to 64 workers.")
 def main(out: Path, seconds: float, large: bool) -> None:
     """Measure, print a table and write JSON."""
-    # As the daemon does before it is ready.
-    logs.configure("error")
-    sys.setswitchinterval(SWITCH_S)
     cluster.warm_up()
     routing.warm_up()
     results: dict[str, dict[str, float]] = {"fit_1000_16": bench_fit(1_000, 16)}
     if large:
         results["fit_4000_64"] = bench_fit(4_000, 64)
     gc.collect()
+    # As the daemon does before it is ready.
+    logs.configure("error")
+    yield_to_loop()
     for requests, workers in ((500, 16), (2_000, 64)):
         calibration, drifted = capture(requests, 1), capture(requests, 2)
         with tempfile.TemporaryDirectory() as folder:
