@@ -109,15 +109,21 @@ def prove_vllm(out: Path, rounds: int, requests: int, rate: float) -> None:
     "--out", default=Path("out/simulate"), type=click.Path(path_type=Path, file_okay=False), help="Output folder."
 )
 @click.option("--processes", default=0, type=click.IntRange(0, 256), help="0 for one a core.")
+@click.option(
+    "--capture",
+    default=None,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Replay a capture's requests: the partition is fitted to half of them, the others arrive.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
-def simulate(cells: str, seeds: int, out: Path, processes: int, *, as_json: bool) -> None:
+def simulate(cells: str, seeds: int, out: Path, processes: int, capture: Path | None, *, as_json: bool) -> None:
     """Compare routing policies in virtual time: tables, and figures and JSON in the output folder."""
     from rich.console import Console
 
     from loadgen.simulate import command
 
     console = Console(quiet=as_json, width=None if sys.stdout.isatty() else 200)
-    plan = command.Plan(cells, seeds, out, processes)
+    plan = command.Plan(cells, seeds, out, processes, capture)
     content = command.simulate(plan, console, lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(json.dumps(content, indent=1))

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from eldrd.routing.build import WITH_PARTITION, Options, build
+from eldrd.signatures.capture import load_capture
 from loadgen.simulate import ABLATIONS
 from loadgen.simulate.engine import Change, Fleet
 from loadgen.simulate.fits import STANDARD, TRANSFORMS, partition, transformed
-from loadgen.simulate.population import drifted, joined, population
+from loadgen.simulate.population import drifted, joined, population, replayed
 from loadgen.simulate.scenario import (
     MEASURED_S,
     MIXES,
     QWEN,
     QWEN_235B,
     SHAPES,
+    TASK,
     WARM_UP_S,
     Scenario,
     calibration,
@@ -27,8 +29,12 @@ from loadgen.simulate.scenario import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from eldrd.partitions.file import Partition
+    from eldrd.signatures.capture import Capture
     from loadgen.simulate.population import Mix, Population, Shape
 
 REQUESTS: Final = 3000
@@ -84,12 +90,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """All jobs on one population: what a process works on."""
+    """All jobs on one population: what a process works on. capture: requests of a capture instead of synthetic ones;
+    the shape then gives the step's cost only."""
 
     shape: Shape
     mix: Mix
     seed: int
     jobs: tuple[Job, ...]
+    capture: Path | None = None
 
 
 def _rates(shape: Shape) -> tuple[float, ...]:
@@ -195,13 +203,17 @@ def plan(cells: str, seeds: int) -> list[Unit]:
     return out[::-1]
 
 
+def replay(capture: Path, shape: Shape, seeds: int) -> list[Unit]:
+    """The main cell on the requests of a capture."""
+    jobs = tuple(_main(shape))
+    return [Unit(shape, replace(TASK, name=capture.name), seed, jobs, capture) for seed in range(seeds)]
+
+
 def run(unit: Unit) -> list[dict[str, Any]]:
     """Every job of a unit by every contender: a JSON-ready row each, and one of the calibration."""
-    home = population(unit.shape, unit.mix, REQUESTS, unit.seed)
-    sample = population(unit.shape, unit.mix, CALIBRATION, unit.seed + 1000)
-    captured = sample.capture(np.random.default_rng(unit.seed))
+    home, sample, captured = _requests(unit)
     found = calibration(home, unit.seed)
-    common = {"model": unit.shape.name, "workload": unit.mix.name, "seed": unit.seed}
+    common = {"model": home.shape.name, "workload": unit.mix.name, "seed": unit.seed}
     rows: list[dict[str, Any]] = [{**common, "cell": "calibration", **asdict(found)}]
     partitions: dict[tuple[int, str, str], Partition] = {}
     others: dict[float, Population] = {0.0: home}
@@ -227,7 +239,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
                 workers=workers,
                 tau=contender.tau,
                 seed=unit.seed,
-                options=replace(contender.options, labels=homes, ranks=unit.shape.ranks),
+                options=replace(contender.options, labels=homes, ranks=home.shape.ranks),
             )
             fleet = Fleet(traffic, scenario.decode, policy, scenario.slowness)
             outcome = fleet.run(arrivals, scenario.prefill, scenario.changes)
@@ -251,3 +263,28 @@ def run(unit: Unit) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _requests(unit: Unit) -> tuple[Population, Population, Capture]:
+    """(requests that arrive, others that the partition is fitted to, the latter as a capture)."""
+    if unit.capture is None:
+        home = population(unit.shape, unit.mix, REQUESTS, unit.seed)
+        sample = population(unit.shape, unit.mix, CALIBRATION, unit.seed + 1000)
+        return home, sample, sample.capture(np.random.default_rng(unit.seed))
+    whole = load_capture(unit.capture)
+    layers, experts = whole.geometry.shape
+    shape = replace(unit.shape, name=whole.geometry.model, layers=layers, experts=experts, top_k=whole.geometry.top_k)
+    order = np.random.default_rng(unit.seed).permutation(len(whole.labels))
+    first, second = (_some(whole, rows) for rows in np.array_split(order, 2))
+    return replayed(first, shape), replayed(second, shape), second
+
+
+def _some(capture: Capture, rows: NDArray[np.int64]) -> Capture:
+    return replace(
+        capture,
+        prefill=capture.prefill[rows],
+        prompt_tokens=capture.prompt_tokens[rows],
+        output_tokens=capture.output_tokens[rows],
+        labels=[capture.labels[row] for row in rows],
+        decode=None if capture.decode is None else capture.decode[rows],
+    )

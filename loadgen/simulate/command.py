@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from eldrd.routing.build import warm_up
-from loadgen.simulate.cells import plan, run
+from loadgen.simulate.cells import plan, replay, run
 from loadgen.simulate.report import figures, summary, tables, worst
-from loadgen.simulate.scenario import MIXES, SHAPES
+from loadgen.simulate.scenario import MIXES, QWEN, SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """cells: see cells.CELLS; processes: 0 for one a core."""
+    """cells: see loadgen.simulate.CELLS; processes: 0 for one a core; capture: replay its requests instead."""
 
     cells: str
     seeds: int
     out: Path
     processes: int = 0
+    capture: Path | None = None
 
 
 def simulate(plan_: Plan, console: Console, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Simulate, print and write ``<out>/<cells>.json`` and a PNG a cell; the content of the JSON."""
+    """Simulate, print, draw, and write ``<out>/<cells>.json`` (replay.json for a capture); the content of the JSON."""
     started = perf_counter()
-    units = plan(plan_.cells, plan_.seeds)
+    units = replay(plan_.capture, QWEN, plan_.seeds) if plan_.capture else plan(plan_.cells, plan_.seeds)
+    name = "replay" if plan_.capture else plan_.cells
     # Compiled once here, the processes find the kernels in Numba's cache on disk.
     warm_up()
     processes = min(plan_.processes or os.cpu_count() or 1, len(units))
@@ -51,7 +53,7 @@ def simulate(plan_: Plan, console: Console, progress: Callable[[str], None]) -> 
     drawn = figures(rows, plan_.out)
     content = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cells": plan_.cells,
+        "cells": name,
         "seconds": round(perf_counter() - started, 1),
         "models": [asdict(s) for s in SHAPES],
         "workloads": [asdict(m) for m in MIXES],
@@ -61,7 +63,7 @@ def simulate(plan_: Plan, console: Console, progress: Callable[[str], None]) -> 
         "runs": rows,
     }
     plan_.out.mkdir(parents=True, exist_ok=True)
-    (plan_.out / f"{plan_.cells}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (plan_.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldrd.routing.build import build
+from eldrd.signatures.capture import CaptureWriter
 from loadgen.__main__ import main
 from loadgen.simulate import CELLS, cells, report
 from loadgen.simulate.engine import PREFILL_MS, PREFILL_TOKEN_MS, Change, Fleet, Trace, prefilled
@@ -145,6 +146,19 @@ def test_drifted_and_replayed_populations(people: Population) -> None:
     assert np.corrcoef(again.free.ravel(), people.free.ravel())[0, 1] > 0.95
     with pytest.raises(ValueError, match="the capture has"):
         replayed(people.capture(np.random.default_rng(0)), QWEN)
+
+
+def test_a_capture_is_replayed(people: Population, tmp_path: Path) -> None:
+    captured = people.capture(np.random.default_rng(0))
+    writer = CaptureWriter(tmp_path, SMALL.geometry, 1 << 30)
+    for i in range(len(people)):
+        writer.add(captured.prefill[i], int(people.tokens[i]), 512, captured.labels[i])
+    while shard := writer.take_shard():
+        writer.write(shard)
+    (unit,) = cells.replay(tmp_path, QWEN, 1)
+    found = cells.run(replace(unit, jobs=(cells.Job("main", "4/s", Scenario(4.0, decode=3), cells.SHORT),)))
+    assert {r["model"] for r in found} == {"small"}
+    assert {r["policy"] for r in found[1:]} == {c.label for c in cells.SHORT}
 
 
 def rows() -> list[dict[str, object]]:
