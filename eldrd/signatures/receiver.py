@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -30,6 +31,8 @@ log = structlog.get_logger()
 _BURST: Final = 32
 # Ended requests whose decode counts wait to be taken; the oldest goes.
 _DECODED: Final = 1024
+# Three times as long as hooks take to say hello again.
+_SILENT_S: Final = 15.0
 _NO_HASHES: Final = np.empty(0, np.uint64)
 _NO_TAIL: Final = np.empty(0, np.uint8)
 
@@ -56,11 +59,12 @@ class Decoded:
 
 @dataclass(slots=True)
 class _Peer:
-    """One hook's connection. seq: its last message number."""
+    """One hook's connection. seq: its last message number; heard: monotonic time of its last hello."""
 
     identity: bytes
     hello: wire.Hello
     geometry: Geometry
+    heard: float
     seq: int = 0
 
 
@@ -110,8 +114,9 @@ class SignatureReceiver:
 
     @property
     def decoding(self) -> bool:
-        """Whether a hook counts generated tokens."""
-        return any(p.hello.phase != "prefill" for p in self._peers.values())
+        """Whether a hook counts generated tokens now."""
+        since = monotonic() - _SILENT_S
+        return any(p.hello.phase != "prefill" and p.heard > since for p in self._peers.values())
 
     @property
     def hooks(self) -> list[wire.Hello]:
@@ -236,6 +241,7 @@ class SignatureReceiver:
         self._frames["hello"].inc()
         known = self._peers.get(identity)
         if known is not None and known.hello == hello:
+            known.heard = monotonic()
             return
         geometry = hello.geometry()
         if min(geometry.shape) < 1 or not 1 <= geometry.top_k <= geometry.experts or geometry.block_size < 1:
@@ -246,7 +252,7 @@ class SignatureReceiver:
             self._frames["unlike"].inc()
             log.warning("hook_geometry_differs", worker=hello.worker, shape=geometry.shape, others=others.shape)
         # A hook that reconnects comes under a new identity: its old one is gone.
-        peer = _Peer(identity, hello, geometry)
+        peer = _Peer(identity, hello, geometry, monotonic())
         for old in [i for i, p in self._peers.items() if p.hello.worker == hello.worker]:
             gone = self._peers.pop(old)
             for pending in self._lacking.values():

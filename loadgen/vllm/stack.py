@@ -61,6 +61,11 @@ class Stack:
         assert self.fleet.plain is not None
         return self.fleet.plain.url
 
+    @property
+    def hooks(self) -> int:
+        """Servers with a hook: all but the plain one."""
+        return self.spec.prefill + self.spec.decode
+
     def client(self, url: str) -> openai.AsyncOpenAI:
         """The official client for eldrd's or a server's URL."""
         return openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120)
@@ -75,7 +80,7 @@ class Stack:
             await self.eldrd.start()
 
             async def hooked() -> bool:
-                return len((await self.eldrd.get("/admin/status"))["hooks"]) == self.spec.prefill + self.spec.decode
+                return len((await self.eldrd.get("/admin/status"))["hooks"]) == self.hooks
 
             await self.eldrd.until(hooked, 20)
         except BaseException:

@@ -12,6 +12,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from eldrd.signatures import receiver as module
 from eldrd.signatures import wire
 from eldrd.signatures.cache import SignatureCache
 from eldrd.signatures.receiver import SignatureReceiver
@@ -170,6 +171,19 @@ async def test_decode_counts_are_taken_once(bench: Bench, dtype: str) -> None:
     assert found is not None
     assert (found.tokens, found.counts.tolist(), found.geometry.block_size) == (5, TAIL.tolist(), 64)
     assert bench.receiver.take_decoded("r") is None
+
+
+async def test_a_decode_hook_that_went_silent_is_not_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SILENT_S", 0.1)
+    hook = bench.hook()
+    await hook.hello(phase="decode")
+    await bench.until("hello")
+    assert bench.receiver.decoding
+    await asyncio.sleep(0.12)
+    assert not bench.receiver.decoding
+    await hook.hello(phase="decode")
+    await bench.until("hello", 2)
+    assert bench.receiver.decoding
 
 
 async def test_decode_counts_that_do_not_add_up(bench: Bench) -> None:

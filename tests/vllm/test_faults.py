@@ -182,7 +182,7 @@ async def test_a_killed_prefill_server(stack: Stack) -> None:
     await asyncio.to_thread(prefill.wait)
 
     async def back() -> bool:
-        return await stack.eldrd.ready() and len((await stack.eldrd.get("/admin/status"))["hooks"]) == 1
+        return await stack.eldrd.ready() and len((await stack.eldrd.get("/admin/status"))["hooks"]) == stack.hooks
 
     await stack.eldrd.until(back, 20)
     await serves(stack)
@@ -205,7 +205,7 @@ async def test_prefill_lost_after_its_answer(stack: Stack) -> None:
     await asyncio.to_thread(prefill.wait)
 
     async def back() -> bool:
-        return await stack.eldrd.ready() and len((await stack.eldrd.get("/admin/status"))["hooks"]) == 1
+        return await stack.eldrd.ready() and len((await stack.eldrd.get("/admin/status"))["hooks"]) == stack.hooks
 
     await stack.eldrd.until(back, 20)
     await serves(stack, 10)
@@ -221,7 +221,7 @@ async def test_a_restarted_eldrd_has_whole_signatures_at_once(stack: Stack) -> N
         await stack.eldrd.start()
 
         async def hooked() -> bool:
-            return len((await stack.eldrd.get("/admin/status"))["hooks"]) == 1
+            return len((await stack.eldrd.get("/admin/status"))["hooks"]) == stack.hooks
 
         await stack.eldrd.until(hooked, 20)
         await checks.generate(client, stack.model, ids, chat=False, stream=False)

@@ -73,3 +73,38 @@ async def test_kv_events_of_the_prefill_server_arrive(stack: Stack) -> None:
     await asyncio.sleep(0.3)
     assert await stack.eldrd.metric("eldrd_kv_events_total", kind="stored") >= stored + 10
     assert await stack.eldrd.metric("eldrd_kv_events_total", kind="invalid") == 0
+
+
+async def test_a_killed_daemon_knows_hot_prefixes_at_once(stack: Stack, tmp_path: Path) -> None:
+    """kill -9 under traffic: the hooks keep their rows, and the first request of each cached prefix is exact again."""
+    truth = await asyncio.to_thread(Truth, stack.checkpoint)
+    prompts = {str(n): checks.prompt(stack, n, 970) for n in (33, 64, 300, 1500)}
+    await checks.captured(stack, prompts, 2, tmp_path / "before")
+    async with stack.client(stack.eldrd.url) as client:
+        traffic = [
+            asyncio.create_task(
+                checks.generate(
+                    client, stack.model, checks.prompt(stack, 200, 980 + i), chat=False, stream=True, tokens=90
+                )
+            )
+            for i in range(4)
+        ]
+        await asyncio.sleep(0.5)
+        assert stack.eldrd.process is not None
+        stack.eldrd.process.kill()
+        await stack.eldrd.process.wait()
+        await asyncio.gather(*traffic, return_exceptions=True)
+    await stack.eldrd.start()
+
+    async def hooked() -> bool:
+        return len((await stack.eldrd.get("/admin/status"))["hooks"]) == stack.hooks
+
+    await stack.eldrd.until(hooked, 20)
+    again = {label: [*ids, *checks.prompt(stack, 5, 971)] for label, ids in prompts.items()}
+    await checks.captured(stack, again, 1, tmp_path / "after")
+    capture = load_capture(tmp_path / "after")
+    assert sorted(str(label) for label in capture.labels) == sorted(again)
+    for label, counts in zip(capture.labels, capture.prefill, strict=True):
+        result = (await asyncio.to_thread(truth.routing, again[str(label)])).compare(counts)
+        assert result.exact or result.near_tie, f"{label}: {result}"
+    assert await stack.eldrd.metric("eldrd_signature_frames_total", kind="want") >= 1
