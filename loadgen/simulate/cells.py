@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,6 +14,7 @@ from loadgen.simulate import ABLATIONS
 from loadgen.simulate.engine import Change, Fleet
 from loadgen.simulate.fits import STANDARD, TRANSFORMS, partition, transformed
 from loadgen.simulate.population import drifted, joined, population, replayed
+from loadgen.simulate.renewal import Renewal
 from loadgen.simulate.scenario import (
     MEASURED_S,
     MIXES,
@@ -28,12 +30,13 @@ from loadgen.simulate.scenario import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from eldrd.partitions.file import Partition
+    from eldrd.routing.policy import Policy
     from eldrd.signatures.capture import Capture
     from loadgen.simulate.population import Mix, Population, Shape
 
@@ -49,13 +52,14 @@ _LEFT, _BACK = WARM_UP_S + MEASURED_S / 3, WARM_UP_S + MEASURED_S * 2 / 3
 @dataclass(frozen=True, slots=True)
 class Contender:
     """A policy under a name for tables; options as the daemon's, ``labels`` are filled in. partition: which of the
-    fits it is given."""
+    fits it is given; refit: whether that follows the traffic."""
 
     label: str
     policy: str
     tau: float = 0.1
     options: Options = field(default_factory=Options)
     partition: str = "balanced"
+    refit: bool = False
 
 
 # All four only where the paper's main result is repeated: elsewhere the best is one of these two, and time is short.
@@ -64,6 +68,7 @@ ELDR: Final = Contender("eldr", "eldr")
 UNION: Final = Contender("union", "union")
 GUARDED: Final = Contender("guarded_band", "guarded_band")
 SOFT: Final = Contender("soft_band", "soft_band")
+REFITS: Final = (Contender("eldr refit", "eldr", refit=True), Contender("soft refit", "soft_band", refit=True))
 EVERY: Final = (
     *(Contender(name, name) for name in LOAD_POLICIES),
     Contender("domain", "domain"),
@@ -151,7 +156,7 @@ def _pool() -> Iterator[Job]:
 def _drift() -> Iterator[Job]:
     for rate in (20.0, 60.0):
         for share in (0.0, 0.5, 1.0):
-            yield Job("drift", f"{share:.0%} at {rate:g}/s", Scenario(rate, drift=share))
+            yield Job("drift", f"{share:.0%} at {rate:g}/s", Scenario(rate, drift=share), (*SHORT, *REFITS))
 
 
 def _elastic() -> Iterator[Job]:
@@ -233,16 +238,20 @@ def run(unit: Unit) -> list[dict[str, Any]]:
                 if key not in partitions:
                     partitions[key] = partition(captured, sample, workers, *key[1:], unit.seed)
                 fitted = partitions[key]
-            policy = build(
+            policy_of = partial(
+                build,
                 contender.policy,
-                partition=fitted,
                 workers=workers,
                 tau=contender.tau,
                 seed=unit.seed,
                 options=replace(contender.options, labels=homes, ranks=home.shape.ranks),
             )
+            policy = policy_of(partition=fitted)
             fleet = Fleet(traffic, scenario.decode, policy, scenario.slowness)
-            outcome = fleet.run(arrivals, scenario.prefill, scenario.changes)
+            follow: dict[str, Any] = {}
+            if contender.refit and fitted:
+                follow["renewed"] = Renewal(fitted, policy, partial(_after, policy_of))
+            outcome = fleet.run(arrivals, scenario.prefill, scenario.changes, **follow)
             p50, p95, p99 = np.percentile(outcome.tpot_ms, (50, 95, 99)).tolist()
             rows.append(
                 {
@@ -263,6 +272,10 @@ def run(unit: Unit) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _after(policy_of: Callable[..., Policy], fitted: Partition, before: Policy) -> Policy:
+    return policy_of(partition=fitted, before=before)
 
 
 def _requests(unit: Unit) -> tuple[Population, Population, Capture]:

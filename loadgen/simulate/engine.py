@@ -17,12 +17,14 @@ import numpy as np
 from numba import njit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from eldrd.routing.policy import Policy
     from loadgen.simulate.population import Population, Shape
+
+    Renewed = Callable[[float, NDArray[np.int32]], Policy | None]
 
 PREFILL_MS = 45.0
 PREFILL_TOKEN_MS = 0.1
@@ -91,8 +93,12 @@ class Fleet:
         self._admissions: dict[int, tuple[float, object]] = {}
         self._steps = self._step_experts = self._step_requests = 0.0
 
-    def run(self, trace: Trace, prefill: int, changes: Sequence[Change] = ()) -> Outcome:
-        """Serve a trace to its end, behind so many prefill workers."""
+    def run(
+        self, trace: Trace, prefill: int, changes: Sequence[Change] = (), renewed: Renewed = lambda *_: None
+    ) -> Outcome:
+        """Serve a trace to its end, behind so many prefill workers. renewed: given the time and the counts of each
+        request before its decision, may answer with the policy that decides from now on; it must know what the one
+        before admitted."""
         population, policy = self._population, self._policy
         ready = prefilled(trace, population, prefill)
         order = np.argsort(ready, kind="stable")
@@ -129,6 +135,7 @@ class Fleet:
                 now, row = float(arrives), int(trace.row[request])
                 counts, tokens = population.counts[row], int(population.tokens[row])
                 label = str(population.domains[row])
+                policy = self._policy = renewed(now, counts) or policy
                 wanted = counts if policy.wants_signature else None
                 decision = policy.choose(self._in_flight, self._usable, wanted, tokens, label)
                 w = decision.worker

@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 from eldrd.routing.build import build
 from eldrd.signatures.capture import CaptureWriter
 from loadgen.__main__ import main
-from loadgen.simulate import CELLS, cells, report
+from loadgen.simulate import CELLS, cells, fits, report
 from loadgen.simulate.engine import PREFILL_MS, PREFILL_TOKEN_MS, Change, Fleet, Trace, prefilled
 from loadgen.simulate.population import Population, Shape, _selected, drifted, joined, population, replayed
+from loadgen.simulate.renewal import Renewal
 from loadgen.simulate.scenario import LANGUAGE, QWEN, TASK, Scenario, calibration, labels, trace
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from eldrd.partitions.file import Partition
+    from eldrd.routing.policy import Policy
 
 SMALL = Shape("small", 4, 32, 4, base_ms=5.0, expert_ms=0.5, request_ms=0.1)
 
@@ -102,6 +106,33 @@ def test_every_request_ends_and_policies_forget_it(people: Population, name: str
     assert not fleet._in_flight.any()
     assert not fleet._admissions
     assert [f.value for f in policy.figures() if f.name == "active_experts"] in ([], [0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["eldr", "soft_band"])
+def test_refits_follow_the_traffic_and_keep_what_runs(name: str) -> None:
+    mix = replace(TASK, domain=3.0, request=0.3)
+    sample, new = population(SMALL, mix, 300, 1), population(SMALL, drifted(mix), 400, 0)
+    workers = [f"d{i}" for i in range(4)]
+    captured = sample.capture(np.random.default_rng(0))
+    fitted = fits.partition(captured, sample, workers, "balanced", fits.STANDARD, 0)
+    swaps = []
+
+    def policy_of(partition: Partition, before: Policy | None = None) -> Policy:
+        swaps.append(partition)
+        return build(name, partition=partition, workers=workers, tau=0.1, before=before)
+
+    traffic = Trace(np.arange(1600) * 0.025, np.arange(1600) % 400, np.full(1600, 100), np.arange(1600) >= 800)
+    results = []
+    for follows in (False, True):
+        policy = policy_of(fitted)
+        renewal = Renewal(fitted, policy, policy_of)
+        fleet = Fleet(new, 4, policy)
+        results.append(fleet.run(traffic, 16, renewed=renewal if follows else lambda *_: None))
+        assert not fleet._admissions
+        assert not any(f.value for f in fleet._policy.figures() if f.name == "active_experts")
+        assert (fleet._policy is policy) is not follows
+    assert len(swaps) >= 3
+    assert results[1].active < results[0].active * (0.97 if name == "eldr" else 1.03)
 
 
 def test_traces_have_the_rate_and_shape_they_are_asked_for(people: Population) -> None:
