@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections import deque
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 from threadpoolctl import threadpool_limits
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from eldrd.config import Refit as Settings
     from eldrd.partitions.file import Partition
+    from eldrd.partitions.refit import Refit
     from eldrd.signatures.receiver import Signature
     from eldrd.telemetry.metrics import Metrics
 
@@ -104,14 +105,14 @@ class Refitter:
         oldest = monotonic() - settings.window_s
         while self._window and self._window[0][0] < oldest:
             self._window.popleft()
-        if partition is None:
-            return "few"
-        rows = [s.counts for _, s in self._window if s.geometry == partition.geometry]
-        if len(rows) < max(settings.requests, len(partition.workers)):
+        least = settings.requests
+        if partition is None or len(self._window) < least:
             return "few"
         self._round += 1
         started = perf_counter()
-        found = await asyncio.to_thread(refit, partition, rows, self._round)
+        found = await asyncio.to_thread(_refit, partition, list(self._window), least, self._round)
+        if isinstance(found, str):
+            return found
         self._metrics.refit_seconds.observe(perf_counter() - started)
         if found is None:
             return "kept"
@@ -133,3 +134,11 @@ class Refitter:
             except OSError as e:
                 log.warning("refit_not_kept", problem=str(e))
         return "swapped"
+
+
+def _refit(
+    partition: Partition, window: list[tuple[float, Signature]], least: int, seed: int
+) -> Refit | Literal["few"] | None:
+    """Refit to the signatures of the partition's own model, if there are as many as ``least``; runs off the loop."""
+    rows = [s.counts for _, s in window if s.geometry == partition.geometry]
+    return refit(partition, rows, seed) if len(rows) >= max(least, len(partition.workers)) else "few"
