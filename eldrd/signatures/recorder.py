@@ -162,8 +162,11 @@ class Recorder:
             decoded = None
         elif decoded is None or not _alike(decoded.geometry, signature.geometry):
             return "no_decode"
-        counts = None if decoded is None else decoded.counts.astype(np.int32)
-        fits = writer.add(signature.counts, signature.tokens, held.output_tokens, held.label, counts)
+        counts, output_tokens = None, held.output_tokens
+        if decoded is not None:
+            # A stream's events may carry several tokens, and only the hook has counted them.
+            counts, output_tokens = decoded.counts.astype(np.int32), decoded.tokens + 1
+        fits = writer.add(signature.counts, signature.tokens, output_tokens, held.label, counts)
         return "added" if fits else "full"
 
     @staticmethod

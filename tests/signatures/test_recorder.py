@@ -83,6 +83,7 @@ async def test_decode_counts_join_before_and_after_the_end_of_the_answer(tmp_pat
         (1, 101),
         (2, 102),
     ]
+    assert sorted(capture.output_tokens.tolist()) == [101, 102, 103], "the hook's word, not the stream's"
     assert (counted(metrics, "added"), counted(metrics, "no_decode")) == (3, 1)
     assert hook.here == {}
 
