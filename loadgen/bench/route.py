@@ -141,8 +141,8 @@ class PlainUnion:
 
 
 def bench_union(rng: np.random.Generator, name: str, workers: int, ranks: int = 1) -> dict[str, float]:
-    """A decision of union, guarded_band or soft_band with admission and end, 32 requests on every worker, beside NumPy's union (without band); and
-    what learning from the answer adds."""
+    """A decision of union, guarded_band or soft_band with admission and end, 32 requests on every worker, beside NumPy's
+    union (which has no band); and what learning from the answer adds."""
     names = tuple(f"d{i}" for i in range(workers))
     options = routing.Options(ranks=ranks)
     policy = routing.build(name, partition=random_partition(rng, names), workers=names, tau=0.1, options=options)
