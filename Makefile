@@ -4,7 +4,7 @@ VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check demo-vllm test-vllm prove-vllm bench-route bench-relay format clean
+.PHONY: help demo test check demo-vllm test-vllm prove-vllm bench-route bench-cache bench-refit bench-relay format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,6 +40,12 @@ prove-vllm:  ## TPOT of the policies on real vLLM, interleaved rounds; half an h
 
 bench-route: $(VENV)/.installed  ## decision, signature and cache against numpy
 	$(BIN)/python -m loadgen.bench.route
+
+bench-cache: $(VENV)/.installed  ## the signature cache as it fills and evicts
+	$(BIN)/python -m loadgen.bench.cache
+
+bench-refit: $(VENV)/.installed  ## fit and refit: time, and what the event loop feels of it
+	$(BIN)/python -m loadgen.bench.refit
 
 bench-relay: $(VENV)/.installed  ## CPU and latency of the relay against other routers
 	$(BIN)/python -m loadgen.bench.relay

@@ -55,10 +55,11 @@ async def test_h1_workers_that_close_idle_connections(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n", [200, 2000])
 async def test_h2_many_parallel_streams(stage: Stage, n: int) -> None:
     """All are open at once: the workers answer none before the last has come."""
-    await stage.reload(timeouts={**stage.base["timeouts"], "prefill_s": 60.0, "first_byte_s": 60.0})
+    patient = dict.fromkeys(("connect_s", "prefill_s", "first_byte_s", "handoff_s"), 120.0)
+    await stage.reload(timeouts={**stage.base["timeouts"], **patient})
     stage.fault(stage.decode, stall_at=0)
     tasks = [asyncio.create_task(stage.post(ask(8, stream=True, max_tokens=3))) for _ in range(n)]
-    await until(lambda: sum(d.received for d in stage.decode) == n, 60.0)
+    await until(lambda: sum(d.received for d in stage.decode) == n, 120.0)
     assert await stage.metric("eldrd_in_flight", role="decode") == n
     for task in tasks:
         task.cancel()
