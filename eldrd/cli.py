@@ -16,6 +16,7 @@ import click
 from eldrd import __version__, config
 from eldrd.partitions import file as partition_file
 from eldrd.partitions import source
+from eldrd.routing.ranks import load_ranks
 
 _CONFIG = click.option(
     "--config", "path", type=click.Path(path_type=Path), default=Path("eldrd.toml"), show_default=True, help="Settings."
@@ -44,10 +45,16 @@ def check(path: Path) -> None:
     try:
         settings = config.load(path)
         source.load(settings, None, None)
+        for key in ("client_keys_file", "worker_key_file"):
+            config.keys(getattr(settings.auth, key), f"auth.{key}")
+        if settings.union.rank_map:
+            load_ranks(Path(settings.union.rank_map))
     except config.ConfigError as e:
         _fail(str(e), 2)
     except partition_file.PartitionError as e:
         _fail("\n".join(f"{path}: partitions.file: {line}" for line in str(e).splitlines()), 2)
+    except ValueError as e:
+        _fail(f"{path}: union.rank_map: {e}", 2)
     click.echo(
         f"{path}: ok: {len(settings.prefill.workers)} prefill and {len(settings.decode.workers)} decode workers, "
         f"policy {settings.decode.policy}, listening on {settings.server.listen}"

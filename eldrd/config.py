@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 PREFIX = "ELDRD_"
+_ZMQ = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):([0-9]{1,5}|\*)|ipc://\S+")
 
 DecodePolicy = Literal["random", "round_robin", "jsq", "p2c", "domain", "eldr", "union", "guarded_band", "soft_band"]
 PrefillPolicy = Literal["prefix_hash", "jsq", "round_robin"]
@@ -57,7 +59,7 @@ def _check_url(text: str) -> str:
 
 
 def _check_zmq(text: str) -> str:
-    if not text.startswith(("tcp://", "ipc://")):
+    if not _ZMQ.fullmatch(text):
         raise ValueError("must be tcp://address:port or ipc://path")
     return text
 

@@ -119,8 +119,7 @@ class Daemon:
 
         loop.add_signal_handler(signal.SIGHUP, hang_up)
         watchdog = loop.create_task(self._watchdog())
-        # What exists now lives as long as the process: no collection need look at it again.
-        gc.collect()
+        gc.collect()  # and what is left lives as long as the process: no collection need look at it again
         gc.freeze()
         host, port = listener.sockets[0].getsockname()[:2]
         log.info("listening", host=host, port=port, version=__version__, pid=os.getpid(), policy=settings.decode.policy)
@@ -162,7 +161,6 @@ class Daemon:
             for w in getattr(settings, role).workers:
                 key: tuple[str, str, str] = (role, w.name, w.url)
                 worker = self._workers.get(key) or Worker(self._table, role, w.name, w.url, settings.timeouts.connect_s)
-                worker.pool.connect_timeout_s = settings.timeouts.connect_s
                 workers[key] = worker
                 row.append(worker)
             pools[role] = Pool(self._table, tuple(row))
@@ -176,6 +174,10 @@ class Daemon:
         if before is not None:
             # A reload may bring new workers only; requests must not find all of them unknown.
             await self._prober.meet(new, settings.health)
+        self._receiver.events.watch({w.name: w.kv_events for w in settings.prefill.workers if w.kv_events})
+        for worker in workers.values():
+            worker.pool.connect_timeout_s = settings.timeouts.connect_s
+        self._options = options
         removed = [worker for key, worker in self._workers.items() if key not in workers]
         self._workers = workers
         self._watch.idle_s = settings.timeouts.idle_s
@@ -190,7 +192,7 @@ class Daemon:
             client_keys=client_keys,
             worker_headers=b"".join(b"%b: %b\r\n" % (k.encode(), v.encode()) for k, v in worker_keys.items()),
         )
-        self._admission.limit, self._admission.queue = settings.limits.requests, settings.limits.queue
+        self._admission.configure(settings.limits.requests, settings.limits.queue)
         # Only now: until here new requests were given the old pools.
         for worker in removed:
             self._table.remove(worker)
@@ -198,8 +200,6 @@ class Daemon:
         self._metrics.workers = frozenset(worker.name for worker in workers.values())
         self._metrics.generation.set(self._snapshot.generation)
         self._prober.watch(workers.values(), settings.health, worker_keys)
-        self._receiver.events.watch({w.name: w.kv_events for w in settings.prefill.workers if w.kv_events})
-        self._options = options
         await self._refitter.configure(settings.refit, partition_source.state_path(settings))
         await self._switch_capture(settings, before)
 

@@ -163,7 +163,8 @@ class App:
         tpot = 0.0
         if record.first:
             metrics.ttft.observe(record.first - record.arrived)
-            if request.stream and record.output_tokens > 1:
+            # Parts run side by side: their tokens over one time say nothing.
+            if request.stream and record.output_tokens > 1 and record.parts == 1 and record.decode:
                 tpot = (now - record.first) / (record.output_tokens - 1)
                 metrics.tpot.labels(record.decode).observe(tpot)
         metrics.output_tokens.inc(record.output_tokens)

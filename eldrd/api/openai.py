@@ -9,7 +9,7 @@ import orjson
 
 from eldrd.api.errors import bad_request, unknown_model
 from eldrd.fleet.vllm import TRANSFER
-from eldrd.handoff.request import Request
+from eldrd.handoff.request import Request, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 PATHS: Final = (COMPLETIONS, CHAT)
-_PREFIX_BYTES: Final = 1024
 # orjson reads 1,024 levels but writes no more than 254, and the prefill body is written anew.
 _MAX_DEPTH: Final = 200
 _LABEL_BYTES: Final = 256
@@ -57,6 +56,8 @@ def parse(
         del fields[TRANSFER]
         body = orjson.dumps(fields)
     options = fields.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise bad_request("stream_options must be an object.", "stream_options")
     limit = fields.get("max_tokens")
     if chat and fields.get("max_completion_tokens") is not None:
         limit = fields["max_completion_tokens"]
@@ -73,7 +74,7 @@ def parse(
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         # vLLM's default for /v1/completions without max_tokens is more than one.
         single_token=limit == 1 and type(limit) is int,
-        prefix=_prefix(prompt),
+        prefix=prefix_of(prompt),
         label=_label(headers),
         passed_headers=_passed(headers),
         samples=samples,
@@ -131,6 +132,9 @@ def _samples(fields: dict[str, Any]) -> int:
         n = 1
     if type(n) is not int or n < 1:
         raise bad_request("n must be a whole number of at least 1.", "n")
+    seed = fields.get("seed")
+    if type(seed) is int and not -(2**63) <= seed <= 2**63 - n:
+        raise bad_request("seed must be a 64-bit number.", "seed")
     if fields.get("best_of") not in (None, n):
         raise bad_request("best_of other than n is not supported.", "best_of")
     return n
@@ -154,26 +158,6 @@ def _only_where_sound(fields: dict[str, Any]) -> None:
         raise bad_request("echo with logprobs is not supported across prefill and decode workers.", "echo")
     if fields.get("use_beam_search"):
         raise bad_request("Beam search is not supported across prefill and decode workers.", "use_beam_search")
-
-
-def _prefix(prompt: Any) -> bytes:
-    """The first bytes of what the prompt says, equal for prompts that begin alike."""
-    if isinstance(prompt, str):
-        return prompt[:_PREFIX_BYTES].encode("utf-8", "replace")[:_PREFIX_BYTES]
-    if prompt and isinstance(prompt[0], dict):
-        parts: list[bytes] = []
-        length = 0
-        for message in prompt:
-            content = message.get("content")
-            text = (
-                content if isinstance(content, str) else orjson.dumps(content)[:_PREFIX_BYTES].decode("utf-8", "ignore")
-            )
-            parts.append(f"{message.get('role')}\0{text[:_PREFIX_BYTES]}\0".encode("utf-8", "replace"))
-            length += len(parts[-1])
-            if length >= _PREFIX_BYTES:
-                break
-        return b"".join(parts)[:_PREFIX_BYTES]
-    return orjson.dumps(prompt[: _PREFIX_BYTES // 2])[:_PREFIX_BYTES]
 
 
 def _client_id(headers: Mapping[str, str]) -> str | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from eldrd.fleet.framing import FramingError
+
+if TYPE_CHECKING:
+    from eldrd.fleet.framing import BodyTracker, Head
 
 DONE: Final = b"[DONE]"
 _MAX_LINE: Final = 4_096
@@ -73,3 +76,11 @@ class EventSplitter:
 def _data(event: bytes) -> bytes:
     lines = (line for line in event.split(b"\n") if line.startswith(b"data:"))
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
+
+
+def between_events(head: Head, tracker: BodyTracker, tail: bytes) -> bool:
+    """Whether an event of eldrd's own can follow what has been relayed: chunks may end inside an event, and into a
+    compressed stream nothing can be put. tail: the last bytes relayed."""
+    if head.get(b"content-encoding") is not None or not tracker.between_chunks:
+        return False
+    return tracker.chunks == 0 or tail.endswith((b"\n\n\r\n", b"\r\n\r\n\r\n"))

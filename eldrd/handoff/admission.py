@@ -15,7 +15,7 @@ def queue_full() -> Failure:
 class Admission:
     """First come, first served. limit: requests at once, 0 for any number; queue: how many more may wait.
 
-    running, waiting: how many are. A change of the limits holds for whoever comes afterwards.
+    running, waiting: how many are. ``configure`` changes the limits.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,11 @@ class Admission:
         self.queue = 0
         self.running = 0
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+
+    def configure(self, limit: int, queue: int) -> None:
+        """Change the limits; those who wait get the places that this makes free."""
+        self.limit, self.queue = limit, queue
+        self._next()
 
     @property
     def waiting(self) -> int:

@@ -16,7 +16,7 @@ from eldrd.fleet.events import DONE, ChunkDecoder, EventSplitter
 from eldrd.fleet.framing import BodyTracker, Head
 from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import Failure, bad_gateway
-from eldrd.handoff.request import Record
+from eldrd.handoff.request import Record, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -64,6 +64,7 @@ def split(request: Request) -> list[Request]:
                     id=id_,
                     body=orjson.dumps(fields),
                     fields=fields,
+                    prefix=request.prefix if prompt is None else prefix_of(prompt),
                     include_usage=True,
                     samples=1,
                     prompts=None,
@@ -110,7 +111,12 @@ async def serve(request: Request, client: Client, record: Record, part: Serve) -
             raise
         merge.fail(e.message)
     else:
-        return merge.finish(records)
+        try:
+            return merge.finish(records)
+        except (TypeError, KeyError, AttributeError, ValueError):
+            if not merge.started:
+                raise bad_gateway("decode", "invalid_answer") from None
+            merge.fail("A decode worker's answer cannot be read.")
     finally:
         for task in tasks:
             task.cancel()

@@ -13,6 +13,7 @@ import orjson
 
 from eldrd.fleet import vllm
 from eldrd.fleet.connection import UpstreamError
+from eldrd.fleet.events import between_events
 from eldrd.handoff import fanout
 from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import bad_gateway, no_worker
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from eldrd.fleet.connection import Connection
-    from eldrd.fleet.framing import BodyTracker, Head
+    from eldrd.fleet.framing import Head
     from eldrd.fleet.pool import IdleWatch
     from eldrd.fleet.table import LoadTable
     from eldrd.fleet.worker import Worker
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 # A shorter answer's mean gap says more of its first events than of the worker's steps.
 _TPOT_TOKENS: Final = 16
+_TAIL: Final = 4096  # where the usage is in a collected answer
 
 
 class _PrefillAgainError(Exception):
@@ -217,6 +219,7 @@ class _Way:
             return None
         self.record.output_tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
         self.record.decode_reason = "finished_at_prefill"
+        self.record.first = self.record.ended = monotonic()
         answer.pop(vllm.TRANSFER, None)
         if not self.request.stream:
             return Answer(200, orjson.dumps(answer), headers)
@@ -245,16 +248,15 @@ class _Way:
     async def _decode(self, hand_off: HandOff) -> Answer:
         """The decode leg; another worker while the hand-off is untouched and young. Raises _PrefillAgainError."""
         while True:
-            if monotonic() - hand_off.opened > self.snap.settings.timeouts.handoff_s:
-                hand_off.end("expired")
-                self.retries.spend("decode", "handoff_expired")
-                raise _PrefillAgainError
+            self._check_age(hand_off)
             worker, running = self._decide()
             lease = self.life.table.lease(worker)
             connection: Connection | None = None
             try:
                 try:
                     connection = await worker.pool.get()
+                    # Connecting may have taken as long as the lease.
+                    self._check_age(hand_off)
                     counted = hand_off.id if self.snap.settings.capture.dir and self.signature is not None else ""
                     body = vllm.decode_parts(self.request.body, hand_off.params, counted)
                     parts = self._post(worker, hand_off.id, body)
@@ -293,6 +295,13 @@ class _Way:
                 lease.end()
                 self.snap.decode_policy.ended(running, monotonic(), self._tpot())
 
+    def _check_age(self, hand_off: HandOff) -> None:
+        """Raises _PrefillAgainError for a hand-off too old to be used, Failure if no try is left."""
+        if monotonic() - hand_off.opened > self.snap.settings.timeouts.handoff_s:
+            hand_off.end("expired")
+            self.retries.spend("decode", "handoff_expired")
+            raise _PrefillAgainError
+
     def _prefill_is_gone(self) -> bool:
         """Whether the worker that holds this request's KV has died since."""
         return not any(w.usable for w in self.snap.prefill.workers if w.name == self.record.prefill)
@@ -306,8 +315,7 @@ class _Way:
 
     def _decide(self) -> tuple[Worker, object]:
         """The decode worker, and the policy's admission of the request there, which must be ended."""
-        snap, record = self.snap, self.record
-        signature = self.signature
+        snap, record, signature = self.snap, self.record, self.signature
         counts: NDArray[np.int32] | None = None
         tokens = 0
         if snap.decode_policy.wants_signature and signature is not None and signature.state == "exact":
@@ -336,7 +344,9 @@ class _Way:
         headers = [*head.end_to_end, (b"x-eldrd-decode", worker.name.encode())]
         if head.status != 200 or not client.can_relay(tracker):
             body = await self._collected(worker, connection)
-            record.first = monotonic()
+            if head.status == 200:
+                record.first = monotonic()
+                self._count_output(body[-_TAIL:], body.count(b"data: "), complete=True)
             return Answer(head.status, body, headers)
         if self.request.stream and vllm.failed_stream(connection.peek()):
             body = await self._collected(worker, connection)
@@ -347,19 +357,21 @@ class _Way:
         record.first = monotonic()
         client.attach(connection)
         self.life.watch.add(connection)
-        complete = True
+        complete = False
         try:
             await done
+            complete = True
         except UpstreamError as e:
-            complete = False
             record.outcome = f"decode_lost_{e.cause}"
             self.retries.failed(worker, e)
             message = "The decode worker was lost before the answer was complete."
-            client.fail(message, whole_events=_whole_events(head, tracker, connection))
+            # A client that does not read never sees the event, and closing waits for it.
+            whole = e.cause != "stalled" and between_events(head, tracker, b"".join(connection.tail))
+            client.fail(message, whole_events=whole)
         finally:
             self.life.watch.remove(connection)
             client.detach()
-            self._count_output(connection, tracker)
+            self._count_output(b"".join(connection.tail), tracker.chunks, complete=complete)
         return Answer(head.status, b"", headers, relayed=True, complete=complete)
 
     async def _collected(self, worker: Worker, connection: Connection) -> bytes:
@@ -369,14 +381,15 @@ class _Way:
             self.retries.failed(worker, e)
             raise final("decode", e) from None
 
-    def _count_output(self, connection: Connection, tracker: BodyTracker) -> None:
-        """Output tokens from the usage at the end of the answer, else the number of events less [DONE]."""
+    def _count_output(self, tail: bytes, events: int, *, complete: bool) -> None:
+        """Output tokens from the usage at the end of the answer, else the number of its events less [DONE]. Only complete
+        answers are captured."""
         record = self.record
         record.ended = monotonic()
-        record.events = max(0, tracker.chunks - 1) if self.request.stream else 0
-        tokens = vllm.completion_tokens(b"".join(connection.tail))
+        record.events = max(0, events - 1) if self.request.stream else 0
+        tokens = vllm.completion_tokens(tail)
         record.output_tokens = record.events if tokens is None else tokens
-        if self.signature is not None and self.snap.settings.capture.dir:
+        if complete and self.signature is not None and self.snap.settings.capture.dir:
             self.life.captured(self.signature, record.output_tokens, self.request.label)
 
     def _post(self, worker: Worker, id_: str, parts: list[Any]) -> list[Any]:
@@ -385,11 +398,3 @@ class _Way:
         headers = self.request.passed_headers + self.snap.worker_headers
         head = vllm.post(self.request.path, worker.pool.netloc, id_, length, headers)
         return [head, *parts]
-
-
-def _whole_events(head: Head, tracker: BodyTracker, connection: Connection) -> bool:
-    """Whether an event of eldrd's own can follow what has been relayed: chunks may end inside an event, and into a
-    compressed stream nothing can be put."""
-    if head.get(b"content-encoding") is not None or not tracker.between_chunks:
-        return False
-    return tracker.chunks == 0 or b"".join(connection.tail).endswith((b"\n\n\r\n", b"\r\n\r\n\r\n"))

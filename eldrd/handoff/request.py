@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+import orjson
+
+_PREFIX_BYTES: Final = 1024
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,3 +65,23 @@ class Record:
     outcome: str = ""
     parts: int = 1
     retries: list[str] = field(default_factory=list)
+
+
+def prefix_of(prompt: Any) -> bytes:
+    """The first bytes of what the prompt says, equal for prompts that begin alike."""
+    if isinstance(prompt, str):
+        return prompt[:_PREFIX_BYTES].encode("utf-8", "replace")[:_PREFIX_BYTES]
+    if prompt and isinstance(prompt[0], dict):
+        parts: list[bytes] = []
+        length = 0
+        for message in prompt:
+            content = message.get("content")
+            text = (
+                content if isinstance(content, str) else orjson.dumps(content)[:_PREFIX_BYTES].decode("utf-8", "ignore")
+            )
+            parts.append(f"{message.get('role')}\0{text[:_PREFIX_BYTES]}\0".encode("utf-8", "replace"))
+            length += len(parts[-1])
+            if length >= _PREFIX_BYTES:
+                break
+        return b"".join(parts)[:_PREFIX_BYTES]
+    return orjson.dumps(prompt[: _PREFIX_BYTES // 2])[:_PREFIX_BYTES]

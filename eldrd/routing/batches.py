@@ -44,7 +44,7 @@ class Batches:
     """State per worker slot; slots are a worker's own for good, so a reload keeps the state.
 
     active: float64 [slots], expected distinct experts of a step, mean a layer; under expert parallelism those of the
-    most loaded rank. requests: int64 [slots].
+    most loaded rank. requests: int64 [slots]. rank_count: expert-parallel ranks of a worker.
 
     ranks: int [L, E], the expert-parallel rank of each expert; or a number of ranks with E / number consecutive
     experts each. Raises ValueError for ranks that are not 0..R-1.
@@ -66,7 +66,7 @@ class Batches:
         self._known = 0
         self._seen = 0
         self._scale = 1.0
-        self._ranks = 1
+        self.rank_count = 1
         self._order: NDArray[np.intp] | None = None
         self._bounds: NDArray[np.int64] = np.zeros(1, np.int64)
         self._prior: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -107,7 +107,7 @@ class Batches:
         Only for counts that ``fits``."""
         self._estimate(counts, tokens)
         out = np.empty(len(slots), np.float32)
-        _added(self._p, self._free, slots, self._bounds, self._ranks, self._read, np.float32(self._scale), out)
+        _added(self._p, self._free, slots, self._bounds, self.rank_count, self._read, np.float32(self._scale), out)
         return out
 
     def admit(self, slot: int, counts: NDArray[np.int32] | None, tokens: int, now: float) -> Running:
@@ -165,8 +165,8 @@ class Batches:
         self._area_requests[slot] += float(self.requests[slot]) * seconds
 
     def _total(self, slot: int) -> float:
-        read = self._read[slot].reshape(-1, self._ranks)
-        return float(read.max(axis=1).sum() if self._ranks > 1 else read.sum()) * self._scale
+        read = self._read[slot].reshape(-1, self.rank_count)
+        return float(read.max(axis=1).sum() if self.rank_count > 1 else read.sum()) * self._scale
 
     def _ordered(self, counts: NDArray[np.int32]) -> NDArray[np.int32]:
         """Counts in the state's own order, int32 [L * E] as the kernels were compiled for."""
@@ -191,15 +191,15 @@ class Batches:
         self._seen = 0
         self._order = None
         self._scale = 1 / layers
-        self._ranks = self.ranks if isinstance(self.ranks, int) else int(self.ranks.max()) + 1
-        if self._ranks == 1:
+        self.rank_count = self.ranks if isinstance(self.ranks, int) else int(self.ranks.max()) + 1
+        if self.rank_count == 1:
             self._bounds = np.array([0, width], np.int64)
         elif isinstance(self.ranks, int):
-            self._bounds = np.arange(0, width + 1, max(experts // self._ranks, 1), dtype=np.int64)
+            self._bounds = np.arange(0, width + 1, max(experts // self.rank_count, 1), dtype=np.int64)
         else:
             # Experts of one rank side by side: the kernels add up consecutive cells.
             self._order = (np.argsort(self.ranks, axis=1, kind="stable") + np.arange(layers)[:, None] * experts).ravel()
-            sizes = (self.ranks[:, :, None] == np.arange(self._ranks)).sum(axis=1).ravel()
+            sizes = (self.ranks[:, :, None] == np.arange(self.rank_count)).sum(axis=1).ravel()
             self._bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._prior = np.zeros(width, np.float32)
         self._p = np.empty(width, np.float32)

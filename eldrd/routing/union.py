@@ -201,7 +201,7 @@ class SoftBand(Union):
     """Union's cost behind a load guard, with a pull to the nearest centroid in place of the band's edge:
 
     guard   workers with at most (1 + guard) * mean + 1 requests in flight, of the usable ones
-    cost    union's, + a1 * pull * k * (best - cosine)        k: experts that a token selects in a layer
+    cost    union's, + a1 * pull * k * (best - cosine)        k: experts that a token selects in a layer (of a rank)
 
     Where batches are small, what runs on a worker says little of what it will run, and the centroid decides; where they
     are large, n * dA outgrows the pull, which does not depend on n, and the centroid only breaks near ties. Traffic that
@@ -248,8 +248,8 @@ class SoftBand(Union):
         kept = _guarded(in_flight, usable, self._guard)
         if self._band is None or not self._band.fits(counts):
             return self._cheapest(SOFT, in_flight, kept, counts, tokens)
-        # Every token selects as many experts in one layer as in another.
-        pull = self._pull * float(counts[0].sum()) / tokens
+        # Every token selects as many experts in one layer as in another, and a rank has its share of them.
+        pull = self._pull * float(counts[0].sum()) / tokens / self._batches.rank_count
         return self._cheapest(SOFT, in_flight, kept, counts, tokens, self._band.scores(counts), pull)
 
 

@@ -109,8 +109,9 @@ class SignatureReceiver:
 
     @property
     def geometry(self) -> Geometry | None:
-        """What the hooks count of prompts, None before the first hello."""
-        return next((p.geometry for p in self._peers.values() if p.hello.phase != "decode"), None)
+        """What the hooks count of prompts: the latest one's word, None before the first hello."""
+        peers = [p for p in self._peers.values() if p.hello.phase != "decode"]
+        return max(peers, key=lambda p: p.heard).geometry if peers else None
 
     @property
     def decoding(self) -> bool:
@@ -253,10 +254,11 @@ class SignatureReceiver:
             log.warning("hook_geometry_differs", worker=hello.worker, shape=geometry.shape, others=others.shape)
         # A hook that reconnects comes under a new identity: its old one is gone.
         peer = _Peer(identity, hello, geometry, monotonic())
-        for old in [i for i, p in self._peers.items() if p.hello.worker == hello.worker]:
+        silent = peer.heard - _SILENT_S
+        for old in [i for i, p in self._peers.items() if p.hello.worker == hello.worker or p.heard < silent]:
             gone = self._peers.pop(old)
             for pending in self._lacking.values():
-                if pending.peer is gone and gone.geometry == geometry:
+                if pending.peer is gone and gone.hello.worker == hello.worker and gone.geometry == geometry:
                     pending.peer = peer
         self._peers[identity] = peer
         log.info(

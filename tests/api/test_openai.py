@@ -137,6 +137,8 @@ def test_no_object(body: bytes) -> None:
         (COMPLETIONS, {"stream": 1}, "stream"),
         (COMPLETIONS, {"n": 0}, "n"),
         (COMPLETIONS, {"n": True}, "n"),
+        (COMPLETIONS, {"stream": True, "stream_options": [1]}, "stream_options"),
+        (COMPLETIONS, {"n": 2, "seed": 2**64 - 1}, "seed"),
         (COMPLETIONS, {"best_of": 2}, "best_of"),
         (COMPLETIONS, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (COMPLETIONS, {"echo": True, "logprobs": 0}, "echo"),
@@ -212,7 +214,6 @@ def test_single_token(path: str, more: dict[str, Any], single: bool) -> None:
         ({"stream": True}, True, False),
         ({"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}, True, True),
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, True, False),
-        ({"stream": True, "stream_options": [1]}, True, False),
     ],
 )
 def test_stream(more: dict[str, Any], stream: bool, usage: bool) -> None:

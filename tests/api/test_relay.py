@@ -316,6 +316,25 @@ async def test_stalled_client_is_ended(stack: Stack) -> None:
     client.close()
 
 
+async def test_stalled_client_of_small_events_is_ended_too(stack: Stack) -> None:
+    """Its socket is closed for good, although what was written to it can never leave."""
+
+    async def flood(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED)
+        while True:
+            await exchange.write(b"9\r\ndata: a\n\n\r\n" * 1000)
+
+    stack.watch.idle_s = 0.1
+    stack.D.script = flood
+    client = await stack.connect()
+    client.writer.transport.pause_reading()
+    client.ask()
+    await stack.until(lambda: stack.D.gone == 1)
+    await stack.until(lambda: not stack.server.connections)
+    await stack.settled()
+    client.close()
+
+
 async def test_request_object_of_aiohttp_is_ours(stack: Stack) -> None:
     """The body limit follows the settings of the moment."""
     made: list[Any] = []

@@ -138,3 +138,17 @@ async def test_any_order_of_coming_and_going(seed: int) -> None:
     assert all(r is None or isinstance(r, Failure | asyncio.CancelledError) for r in results), results
     assert most <= 3
     assert (a.running, a.waiting) == (0, 0)
+
+
+async def test_a_raised_limit_admits_those_who_wait() -> None:
+    a = admission(1, 10)
+    await a.enter()
+    waiting = [asyncio.create_task(a.enter()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert a.waiting == 3
+    a.configure(3, 10)
+    await asyncio.sleep(0)
+    assert (a.running, a.waiting) == (3, 1)
+    a.configure(0, 10)
+    await asyncio.gather(*waiting)
+    assert (a.running, a.waiting) == (4, 0)
