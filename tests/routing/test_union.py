@@ -75,13 +75,13 @@ def test_least_cost_behind_guard_and_band(seed: int, k: int, weight: float, guar
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([0.0, 2.0, 50.0]))
-def test_soft_band_pulls_to_the_nearest_centroid(seed: int, k: int, pull: float) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from([0.0, 2.0, 50.0]), st.sampled_from([1, 2]))
+def test_soft_band_pulls_to_the_nearest_centroid(seed: int, k: int, pull: float, ranks: int) -> None:
     rng = np.random.default_rng(seed)
     step, workers = StepTime(3.0, 0.7, 0.2), [f"d{i}" for i in range(k)]
     p = partition(k, seed=seed)
-    policy = SoftBand(range(k), step, partition=p, workers=workers, guard=0.5, pull=pull, learn=False)
-    bare = Union(range(k), step, learn=False)
+    policy = SoftBand(range(k), step, partition=p, workers=workers, guard=0.5, pull=pull, learn=False, ranks=ranks)
+    bare = Union(range(k), step, learn=False, ranks=ranks)
     in_flight = np.zeros(k, np.int32)
     for _ in range(int(rng.integers(1, 12))):
         row, counts = int(rng.integers(k)), some(rng)
@@ -100,7 +100,7 @@ def test_soft_band_pulls_to_the_nearest_centroid(seed: int, k: int, pull: float)
         only = np.zeros(k, np.bool_)
         only[r] = True
         union = bare.choose(in_flight, only, counts, 18).score
-        return float(union + 0.7 * pull * 2 * (max(scores[i] for i in rows) - scores[r]))
+        return float(union + 0.7 * pull * 2 / ranks * (max(scores[i] for i in rows) - scores[r]))
 
     decision = policy.choose(in_flight, usable, counts, 18)
     assert (decision.reason, decision.candidates) == ("soft", len(rows))
