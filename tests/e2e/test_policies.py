@@ -86,6 +86,8 @@ async def test_configurations_that_cannot_work_change_nothing(eldrd: Daemon) -> 
         failed = await eldrd.metric("eldrd_reloads_total", outcome="failed")
         await eldrd.reload(**sections)
         assert await eldrd.metric("eldrd_reloads_total", outcome="failed") == failed + 1
+        # The log is written a moment later, off the loop.
+        await asyncio.sleep(0.2)
         (problem,) = eldrd.lines("reload_failed")[-1]["problems"]
         assert ("domain.workers.code" in problem) or ("union.rank_map" in problem and "missing" in problem)
         eldrd.configure(decode={"policy": "jsq"}, domain={"workers": {}}, union={"rank_map": ""})
