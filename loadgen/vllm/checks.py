@@ -113,8 +113,9 @@ async def captured(stack: Stack, prompts: Mapping[str, list[int]], parallel: int
         body = {"model": stack.model, "prompt": ids, "max_tokens": 4, "ignore_eos": True}
         headers = {"X-Eldrd-Label": label}
         async with room, session.post(stack.eldrd.url + "/v1/completions", json=body, headers=headers) as r:
+            answer = await r.text()
             if r.status != 200:
-                raise RuntimeError(f"{label}: {r.status} {await r.text()}")
+                raise RuntimeError(f"{label}: {r.status} {answer}")
 
     async with aiohttp.ClientSession() as session:
         await asyncio.gather(*(one(session, label, ids) for label, ids in prompts.items()))

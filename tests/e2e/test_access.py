@@ -88,6 +88,7 @@ async def test_limits(eldrd: Daemon, fleet: EmulatedFleet) -> None:
             if r.status == 429:
                 assert r.headers["Retry-After"] == "1"
                 assert (await r.json())["error"]["type"] == "TooManyRequestsError"
+            await r.read()
             return r.status
 
     async with aiohttp.ClientSession(eldrd.url) as s:

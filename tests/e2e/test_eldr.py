@@ -35,7 +35,8 @@ async def send(eldrd: Daemon, wanted: list[Request], *, parallel: int = 8) -> li
         body = {"model": MODEL, "prompt": request.prompt, "max_tokens": 4}
         headers = {"X-Eldrd-Label": DOMAINS[request.domain]}
         async with room, session.post(eldrd.url + "/v1/completions", json=body, headers=headers) as r:
-            assert r.status == 200, await r.text()
+            answer = await r.text()
+            assert r.status == 200, answer
             return r.headers["X-Eldrd-Decode"]
 
     async with aiohttp.ClientSession() as session:
@@ -206,6 +207,7 @@ async def test_a_reload_that_replaces_every_worker_refuses_nobody(eldrd: Daemon,
         async def one(prompt: str) -> None:
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
             async with session.post(eldrd.url + "/v1/completions", json=body) as r:
+                await r.read()
                 statuses.append(r.status)
 
         async with asyncio.TaskGroup() as tasks:
