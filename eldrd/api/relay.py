@@ -99,7 +99,6 @@ class ClientPort:
         "_transport",
         "_version",
         "keep_alive",
-        "started",
     )
 
     def __init__(
@@ -116,7 +115,6 @@ class ClientPort:
         self._headers = headers
         self._stream = stream
         self._chunked = False
-        self.started = False
 
     def can_relay(self, tracker: BodyTracker) -> bool:
         return self._version >= (1, 1) or not tracker.chunked
@@ -142,7 +140,6 @@ class ClientPort:
             lines.append(b"connection: keep-alive")
         lines.append(b"\r\n" + body)
         self._transport.write(b"\r\n".join(lines))
-        self.started = True
         return self._transport.write
 
     def attach(self, flow: Flow) -> None:

@@ -81,8 +81,9 @@ class Releaser:
             # A server that knows such a model has used the hand-off up, which frees the blocks just as well.
             hand_off.end("released" if answer.status in (200, 400, 404) else "lost")
         except (UpstreamError, NoWorkerError):
-            hand_off.end("lost")
+            pass
         finally:
+            # Only the first outcome counts.
             hand_off.end("lost")
             if connection is not None:
                 connection.release()

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from loadgen.bench import frames
+from loadgen.daemon import free_port
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -73,14 +73,6 @@ def build(folder: Path, *, peers: bool = True) -> None:
         pip = [str(home / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         if subprocess.run([*pip, _VLLM_ROUTER], check=False).returncode:
             raise BenchError(f"{_VLLM_ROUTER} cannot be installed; leave vllm-router out with --proxies")
-
-
-def free_port() -> int:
-    """A TCP port of loopback that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 class Stage:
