@@ -17,6 +17,7 @@ import zmq
 
 from eldrd.signatures import wire
 from eldrd.signatures.events import CacheEvents
+from eldrd.signatures.steps import StepFigures
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+_HEARD: Final = ("hello", "blocks", "request", "decoded", "steps")
 # Frames taken in one turn of the loop, so that a burst of large ones does not hold it.
 _BURST: Final = 32
 # Ended requests whose decode counts wait to be taken; the oldest goes.
@@ -94,9 +96,9 @@ class SignatureReceiver:
         self._cache = cache
         self._metrics = metrics
         self._frames = {
-            k: metrics.frames.labels(k)
-            for k in ("hello", "blocks", "request", "decoded", "unasked", "want", "who", "invalid", "lost", "unlike")
+            k: metrics.frames.labels(k) for k in (*_HEARD, "unasked", "want", "who", "invalid", "lost", "unlike")
         }
+        self.steps = StepFigures(metrics)
         self.events = CacheEvents(cache, metrics, lambda: self.geometry)
         self._peers: dict[bytes, _Peer] = {}
         self._pending: dict[str, _Pending] = {}
@@ -226,6 +228,10 @@ class SignatureReceiver:
             elif isinstance(header, wire.Decoded):
                 self._sequence(peer, header.seq)
                 self._take_decoded(peer, header, frames)
+            elif isinstance(header, wire.Steps):
+                self._sequence(peer, header.seq)
+                self._frames["steps"].inc()
+                self.steps.take(peer.hello.worker, peer.geometry, header)
             else:
                 raise wire.WireError("a frame that only eldrd sends")
         except ValueError as e:

@@ -9,6 +9,7 @@ hello      hook               none; sent on connect, every few seconds, and as t
 blocks     hook               hashes ``<u8`` [n]; counts ``dtype`` [n, L, E]
 request    hook               hashes of the prompt's full blocks ``<u8`` [blocks]; counts of the tail ``dtype`` [L, E]
 decoded    hook               counts of the generated tokens ``dtype`` [L, E]
+steps      hook               none; totals of the engine's decode steps, about once a second while there are any
 want       eldrd              hashes ``<u8`` [n] that the hook shall send again, as far as it still has them
 who        eldrd              none; the peer is unknown here (eldrd restarted): send hello
 =========  =================  =====================================================================================
@@ -105,6 +106,24 @@ class Decoded(msgspec.Struct, tag="decoded", tag_field="t", frozen=True):
     dtype: str
 
 
+class Steps(msgspec.Struct, tag="steps", tag_field="t", frozen=True):
+    """Totals since the hook started, so that a lost message loses nothing, over steps that decode: that compute one token
+    of at least one request whose prompt is behind it.
+
+    steps: those counted; requests, tokens: what they computed, prefill that was mixed in included; active: distinct
+    experts that a step's tokens selected in a layer, summed over MoE layers and steps; missed: decode steps whose expert
+    ids were lost and that are in none of the others.
+    """
+
+    v: int
+    seq: int
+    steps: int
+    requests: int
+    tokens: int
+    active: int
+    missed: int
+
+
 class Want(msgspec.Struct, tag="want", tag_field="t", frozen=True):
     """eldrd lacks n rows."""
 
@@ -118,7 +137,7 @@ class Who(msgspec.Struct, tag="who", tag_field="t", frozen=True):
     v: int
 
 
-Header = Hello | Blocks | Request | Decoded | Want | Who
+Header = Hello | Blocks | Request | Decoded | Steps | Want | Who
 _decoder = msgspec.msgpack.Decoder(Header)
 _encoder = msgspec.msgpack.Encoder()
 

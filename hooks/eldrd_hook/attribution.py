@@ -57,16 +57,19 @@ class Step:
     """What the scheduler tells the worker about one engine step.
 
     hashes: by request the index of the first new block and the 64-bit hashes from there on; closed: by request that
-    ended the number of tokens it generated.
+    ended the number of tokens it generated; requests, tokens: all that a step computes which decodes and is to be counted
+    as one, else 0.
     """
 
     opened: list[Opened] = field(default_factory=list)
     hashes: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
     closed: dict[str, int] = field(default_factory=dict)
+    requests: int = 0
+    tokens: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.opened or self.hashes or self.chunks or self.closed)
+        return bool(self.opened or self.hashes or self.chunks or self.closed or self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ started; what could not be counted is said to be partial.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 import os
 import socket
 from dataclasses import dataclass, field
@@ -85,6 +87,7 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
         self._group = group
         self._group_block_size: int = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         self._requests: dict[str, Any] = {}
+        self._prompts: dict[str, int] = {}
         self._unopened: set[str] = set()
         self._sent: dict[str, int] = {}
         self._closed: dict[str, int] = {}
@@ -112,6 +115,8 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_harmless(_nothing)
     def on_new_request(self, request: Any) -> None:
+        if self._decode:
+            self._prompts[request.request_id] = request.num_prompt_tokens
         if not self._blocks and _eldr_id(request) is None:
             return
         self._requests[request.request_id] = request
@@ -130,6 +135,9 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
         step.closed, self._closed = self._closed, {}
         step.hashes, self._last_hashes = self._last_hashes, {}
         metadata = EldrMetadata(step)
+        scheduled = scheduler_output.num_scheduled_tokens
+        if self._decode and self._decodes(scheduler_output):
+            step.requests, step.tokens = len(scheduled), scheduler_output.total_num_scheduled_tokens
         if not self._requests:
             return metadata
         cached = scheduler_output.scheduled_cached_reqs
@@ -139,13 +147,25 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            stop, prompt = start + scheduler_output.num_scheduled_tokens[request_id], request.num_prompt_tokens
+            stop, prompt = start + scheduled[request_id], request.num_prompt_tokens
             parts = [(start, min(stop, prompt))] if self._blocks else []
             parts += [(max(start, prompt), stop)] if self._decode else []
             for first, last in parts:
                 if last > first:
                     self._add(step, request, first, last, first - start, scheduler_output.kv_connector_block_state)
         return metadata
+
+    def _decodes(self, scheduler_output: Any) -> bool:
+        """Whether the step computes one token of a request whose prompt is behind it; a decode server computes the
+        prompt's last token itself. The first request that runs mostly says yes, so that nobody walks over the batch."""
+        scheduled, prompts = scheduler_output.num_scheduled_tokens, self._prompts
+        cached = scheduler_output.scheduled_cached_reqs
+        running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        new = ((r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs)
+        return any(
+            scheduled[request_id] == 1 and start + 1 >= prompts.get(request_id, math.inf)
+            for request_id, start in itertools.chain(running, new)
+        )
 
     def _add(self, step: attribution.Step, request: Any, start: int, stop: int, skip: int, blocks: Any) -> None:
         request_id: str = request.request_id
@@ -186,6 +206,7 @@ class EldrConnector(KVConnectorBase_V1, SupportsHMA):
             if self._decode and (fresh := self._fresh_hashes(request)) is not None:
                 self._last_hashes[request_id] = fresh
         self._requests.pop(request_id, None)
+        self._prompts.pop(request_id, None)
         self._sent.pop(request_id, None)
         self._unopened.discard(request_id)
         key = _eldr_id(request)

@@ -70,7 +70,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    header: wire.Blocks | wire.Request | wire.Decoded
+    header: wire.Blocks | wire.Request | wire.Decoded | wire.Steps
     arrays: tuple[NDArray[np.generic], ...]
 
     @property
@@ -185,6 +185,13 @@ class Pusher:
         for d in counted.decoded:
             dtype = wire.dtype_of_decoded(d.tokens)
             messages.append(_Message(wire.Decoded(wire.VERSION, 0, d.key, d.tokens, dtype), (d.counts,)))
+        self._put(messages)
+
+    def push_steps(self, totals: wire.Steps) -> None:
+        """Queues the totals of decode steps."""
+        self._put([_Message(totals, ())])
+
+    def _put(self, messages: list[_Message]) -> None:
         if not messages:
             return
         with self._lock:

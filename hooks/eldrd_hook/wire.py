@@ -77,6 +77,18 @@ class Decoded(msgspec.Struct, tag="decoded", tag_field="t", frozen=True):
     dtype: str
 
 
+class Steps(msgspec.Struct, tag="steps", tag_field="t", frozen=True):
+    """Totals over the steps that decoded, since the hook started; the fields are those of eldrd's Steps."""
+
+    v: int
+    seq: int
+    steps: int
+    requests: int
+    tokens: int
+    active: int
+    missed: int
+
+
 class Want(msgspec.Struct, tag="want", tag_field="t", frozen=True):
     """The daemon lacks n rows; frame: hashes ``<u8`` [n]."""
 
@@ -104,7 +116,7 @@ def dtype_of_decoded(tokens: int) -> str:
     return "u2" if tokens < 1 << 16 else "u4"
 
 
-def encode(header: Hello | Blocks | Request | Decoded, *arrays: NDArray[np.generic]) -> list[bytes]:
+def encode(header: Hello | Blocks | Request | Decoded | Steps, *arrays: NDArray[np.generic]) -> list[bytes]:
     """The multipart message of ``header`` and its arrays, which already have the dtypes of the format."""
     return [_encoder.encode(header), *(np.ascontiguousarray(a).tobytes() for a in arrays)]
 

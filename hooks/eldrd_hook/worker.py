@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eldrd_hook import __version__, attribution, capture, fingerprint, push, wire
+from eldrd_hook import __version__, attribution, capture, fingerprint, push, steps, wire
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.eldrd_hook")
 
 _BACKLOG_BYTES = 256 << 20
+_STEPS_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class Worker:
         attributor = attribution.Attributor(
             len(hello.layers), hello.experts, hash_block_size, blocks=phase != "decode", decode=phase != "prefill"
         )
-        self._counter = _Counter(attributor, pusher, slot_block_size)
+        self._counter = _Counter(attributor, steps.Meter(hello.experts), pusher, slot_block_size)
         log.info(
             "eldrd hook %s: %d MoE layers x %d experts, top-%d, hash block %d, fingerprint %016x, to %s",
             *(__version__, len(hello.layers), hello.experts, hello.top_k, hash_block_size, hello.fingerprint),
@@ -102,11 +104,13 @@ class Worker:
         if self._counter is None or not step:
             return
         snapshot = None
-        if step.chunks and not self._counter.full:
+        if (step.chunks or step.tokens) and not self._counter.full:
             if order is not None:
                 snapshot = self._capture.snapshot(order.rows, None)
             elif slots is not None:
-                snapshot = self._capture.snapshot(len(slots), slots)
+                snapshot = self._capture.snapshot(len(slots), slots if step.chunks else None)
+            elif step.tokens:
+                snapshot = self._capture.snapshot(step.tokens, None)
         self._counter.put(_Job(step, order, snapshot))
 
     def close(self) -> None:
@@ -116,8 +120,12 @@ class Worker:
 
 
 class _Counter:
-    def __init__(self, attributor: attribution.Attributor, pusher: push.Pusher, slot_block_size: int) -> None:
-        self._attributor, self._pusher, self._slot_block_size = attributor, pusher, slot_block_size
+    def __init__(
+        self, attributor: attribution.Attributor, meter: steps.Meter, pusher: push.Pusher, slot_block_size: int
+    ) -> None:
+        self._attributor, self._meter, self._pusher = attributor, meter, pusher
+        self._slot_block_size = slot_block_size
+        self._steps_due = 0.0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._taken = self._counted = 0
         self._complained = False
@@ -140,15 +148,25 @@ class _Counter:
         self._pusher.close()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        more = True
+        while more:
+            job = None
             try:
-                self._count(job)
+                job = self._jobs.get(timeout=max(0.0, self._steps_due - time.monotonic()) if self._meter.news else None)
+                more = job is not None
+                if job is not None:
+                    self._count(job)
+            except queue.Empty:
+                pass
             except Exception:
                 if not self._complained:
                     self._complained = True
                     log.exception("eldrd hook: counting failed; signatures may be partial (said once)")
-            if job.snapshot is not None:
+            if job is not None and job.snapshot is not None:
                 self._counted += job.snapshot.nbytes
+            if self._meter.news and (not more or time.monotonic() >= self._steps_due):
+                self._steps_due = time.monotonic() + _STEPS_SECONDS
+                self._pusher.push_steps(self._meter.totals())
 
     def _count(self, job: _Job) -> None:
         ids: NDArray[np.int16] | None = None
@@ -159,6 +177,8 @@ class _Counter:
                 rows = attribution.rows_by_order(job.step.chunks, job.order.requests, job.order.scheduled)
             elif slots is not None:
                 rows = attribution.rows_by_slot(job.step.chunks, slots, self._slot_block_size)
+        if job.step.tokens:
+            self._meter.count(job.step.requests, job.step.tokens, ids)
         self._pusher.push(self._attributor.count(job.step, rows, ids))
 
 

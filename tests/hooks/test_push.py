@@ -209,3 +209,13 @@ def test_rows_first_write_wins_and_the_oldest_goes() -> None:
     kept = rows.add(np.array([1, 4], hook.HASH), np.full((2, WIDTH), 7, np.uint8))
     assert kept[:, 0].tolist() == [1, 7]
     assert [h for h, _ in rows.find(np.array([1, 2, 3, 4], hook.HASH))] == [1, 3, 4]
+
+
+def test_totals_of_steps_are_sent_in_the_connections_order(router: Router, pusher: Pusher) -> None:
+    assert isinstance(router.hear()[0], wire.Hello)
+    pusher.push(counted(1))
+    pusher.push_steps(hook.Steps(1, 0, 3, 9, 12, 40, 1))
+    assert isinstance(router.hear()[0], wire.Blocks)
+    header, frames = router.hear()
+    assert header == wire.Steps(v=1, seq=1, steps=3, requests=9, tokens=12, active=40, missed=1)
+    assert len(frames) == 1

@@ -25,6 +25,7 @@ HELLO = {
 BLOCKS = {"v": 1, "seq": 7, "n": 2, "dtype": "u1"}
 REQUEST = {"v": 1, "seq": 8, "id": "r-1", "tokens": 70, "blocks": 2, "tail": 6, "partial": False, "dtype": "u2"}
 DECODED = {"v": 1, "seq": 9, "id": "r-1", "tokens": 70_000, "dtype": "u4"}
+STEPS = {"v": 1, "seq": 10, "steps": 1000, "requests": 8000, "tokens": 8300, "active": 1 << 33, "missed": 2}
 GOLDEN = {
     "Hello": (
         "8ca174a568656c6c6fa17601a4686f6f6ba5302e312e30a6776f726b6572a27030a57068617365a770726566696c6ca56d6f"
@@ -37,11 +38,16 @@ GOLDEN = {
         "61727469616cc2a56474797065a27532"
     ),
     "Decoded": "86a174a76465636f646564a17601a373657109a26964a3722d31a6746f6b656e73ce00011170a56474797065a27534",
+    "Steps": (
+        "88a174a57374657073a17601a37365710aa57374657073cd03e8a87265717565737473cd1f40a6746f6b656e73cd206ca661"
+        "6374697665cf0000000200000000a66d697373656402"
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"), [("Hello", HELLO), ("Blocks", BLOCKS), ("Request", REQUEST), ("Decoded", DECODED)]
+    ("kind", "fields"),
+    [("Hello", HELLO), ("Blocks", BLOCKS), ("Request", REQUEST), ("Decoded", DECODED), ("Steps", STEPS)],
 )
 def test_headers_are_golden_and_equal_on_both_sides(kind: str, fields: dict[str, object]) -> None:
     [ours] = hook.encode(getattr(hook, kind)(**fields))

@@ -71,6 +71,10 @@ class Hook:
         self.seq += 1
         await self.send(wire.Decoded(1, self.seq, id_, tokens, dtype), counts.astype(wire.DTYPES[dtype]))
 
+    async def steps(self, steps: int, requests: int, tokens: int, active: int, missed: int = 0) -> None:
+        self.seq += 1
+        await self.send(wire.Steps(1, self.seq, steps, requests, tokens, active, missed))
+
     async def receive(self) -> tuple[wire.Header, list[bytes]]:
         frames = await asyncio.wait_for(self.socket.recv_multipart(), 5)
         return wire.decode_header(frames[0]), frames
@@ -203,6 +207,67 @@ async def test_decode_counts_that_nobody_takes_are_bounded(bench: Bench) -> None
     assert bench.receiver.take_decoded("r0") is None
     assert bench.receiver.take_decoded("r1099") is not None
     assert len(bench.receiver._decoded) <= 1024
+
+
+async def test_decode_steps_are_exposed_for_configured_workers(bench: Bench) -> None:
+    def exposed(name: str, worker: str) -> float | None:
+        return bench.metrics.registry.get_sample_value(f"eldrd_worker_{name}", {"worker": worker})
+
+    layers = len(HELLO.layers)
+    bench.metrics.workers = frozenset({"d0", "d1"})
+    hooks = {name: bench.hook() for name in ("d0", "stranger")}
+    for name, hook in hooks.items():
+        await hook.hello(worker=name, phase="decode")
+        await hook.steps(10, 40, 60, 10 * layers * 2)
+        await hook.steps(30, 160, 180, 10 * layers * 2 + 20 * layers * 3, missed=2)
+    await bench.until("steps", 4)
+    assert exposed("step_active_experts_count", "d0") == exposed("step_requests_count", "d0") == 30
+    assert exposed("step_active_experts_sum", "d0") == 10 * 2 + 20 * 3
+    assert (exposed("step_requests_sum", "d0"), exposed("step_tokens_sum", "d0")) == (160, 180)
+    assert exposed("steps_missed_total", "d0") == 2
+    assert exposed("step_active_experts_count", "d1") is None
+    assert exposed("step_active_experts_count", "stranger") is None
+    assert bench.receiver.steps.status("stranger") == {
+        "count": 30,
+        "missed": 2,
+        "last_requests": 6.0,
+        "last_tokens": 6.0,
+        "last_active_experts": 3.0,
+    }
+    assert bench.receiver.steps.status("d1") is None
+    # A hook that starts again counts from 0, as Prometheus expects of a counter; the last window is all it has said.
+    await hook.steps(2, 4, 4, 2 * layers * 4)
+    await bench.until("steps", 5)
+    status = bench.receiver.steps.status("stranger")
+    assert status is not None
+    assert (status["count"], status["last_active_experts"], status["last_requests"]) == (2, 4.0, 2.0)
+
+
+async def test_totals_that_no_steps_can_have(bench: Bench) -> None:
+    hook = bench.hook()
+    await hook.hello(phase="decode")
+    layers = len(HELLO.layers)
+    least, most = 3 * layers * TOP_K, 3 * layers * EXPERTS
+    impossible = [(3, 4, 4, least - 1), (3, 4, 4, most + 1), (3, 2, 4, least), (3, 5, 4, least), (0, 0, 0, 0, -1)]
+    for totals in [*impossible, (-1, 0, 0, -layers * TOP_K)]:
+        await hook.steps(*totals)
+    await bench.until("invalid", 6)
+    assert bench.receiver.steps.status(HELLO.worker) is None
+    await hook.steps(3, 3, 3, least)
+    await hook.steps(3, 3, 3, most)
+    await bench.until("steps", 8)
+    assert bench.frames("invalid") == 6
+
+
+async def test_workers_with_steps_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eldrd.signatures.steps._WORKERS", 3)
+    for i in range(5):
+        hook = bench.hook()
+        await hook.hello(worker=f"d{i}", phase="decode")
+        await hook.steps(1, 1, 1, len(HELLO.layers) * TOP_K)
+        await bench.until("steps", i + 1)
+    known = [bench.receiver.steps.status(f"d{i}") is not None for i in range(5)]
+    assert known == [False, False, True, True, True]
 
 
 async def test_a_signature_names_its_request(bench: Bench) -> None:

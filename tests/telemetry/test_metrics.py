@@ -55,6 +55,18 @@ def test_live_gauges_follow_the_state() -> None:
     assert samples["eldrd_in_flight,role=decode,worker=d1"] == 2
 
 
+def test_live_counters_and_summaries_follow_the_state() -> None:
+    metrics = Metrics()
+    state = {"d0": (2, 30.5)}
+    metrics.summary("eldrd_step", "Steps.", ("worker",), lambda: [((w,), n, s) for w, (n, s) in state.items()])
+    metrics.counter("eldrd_missed", "Missed.", ("worker",), lambda: [((w,), float(n)) for w, (n, _) in state.items()])
+    samples = scraped(metrics)
+    assert (samples["eldrd_step_count,worker=d0"], samples["eldrd_step_sum,worker=d0"]) == (2, 30.5)
+    assert samples["eldrd_missed_total,worker=d0"] == 2
+    state.clear()
+    assert not [name for name in scraped(metrics) if name.startswith(("eldrd_step", "eldrd_missed"))]
+
+
 def test_instances_share_nothing() -> None:
     one, other = Metrics(), Metrics()
     one.output_tokens.inc(5)
