@@ -87,6 +87,19 @@ class Ears:
             time.sleep(0.02)
         return None
 
+    def steps(self) -> tuple[int, int, float]:
+        """Decode steps, their requests and their active experts (mean a layer), totals once nothing comes any more: the
+        hook tells of them once a second."""
+        read, label = self.metrics.registry.get_sample_value, {"worker": "p0"}
+        before, since = -1.0, time.monotonic()
+        while time.monotonic() < since + 1.5:
+            now = self.call(lambda: read("eldrd_worker_step_active_experts_count", label)) or 0.0
+            if now != before:
+                before, since = now, time.monotonic()
+            time.sleep(0.05)
+        requests, active = (read(f"eldrd_worker_step_{n}_sum", label) or 0.0 for n in ("requests", "active_experts"))
+        return int(before), int(requests), active
+
 
 class Engine:
     """vLLM with the hook. options: more of LLM's arguments."""
@@ -225,9 +238,27 @@ def both() -> dict[str, Any]:
     checks, made = engine.run("first", prompts, truth, tokens=90)
     turns = [p + m + engine.prompt(10) for p, m in zip(prompts, made, strict=True)]
     checks += engine.run("turn", turns, truth, tokens=3)[0]
+    steps = _steps(engine, truth)
     # Long outputs in a small cache: requests are preempted while they generate.
     checks += engine.run("long", [engine.prompt(250) for _ in range(8)], truth, tokens=300)[0]
-    return {"checks": checks, "preempted": len(preempted)}
+    return {"checks": checks, "preempted": len(preempted), "steps": steps}
+
+
+def _steps(engine: Engine, truth: Truth) -> dict[str, Any]:
+    """Four prompts that one step prefills generate side by side: what the hook measured of their steps beside the truth."""
+    before = engine.ears.steps()
+    prompts = [engine.prompt(n) for n in (5, 9, 14, 20)]
+    _, made = engine.run("steps", prompts, None, tokens=30)
+    after = engine.ears.steps()
+    routed = [truth.routing(p + m[:-1]).part(len(p), len(p) + 29).experts for p, m in zip(prompts, made, strict=True)]
+    together = np.concatenate(routed, axis=2)
+    active = sum(len(set(layer)) for step in together.tolist() for layer in step) / together.shape[1]
+    # run's last request, a prompt of one token, is a step that decodes.
+    alone = routed[0].shape[2]
+    return {
+        "measured": [now - then for then, now in zip(before, after, strict=True)],
+        "truth": [29 + 1, 4 * 29 + 1, active + alone],
+    }
 
 
 def _count_preemptions() -> list[str]:

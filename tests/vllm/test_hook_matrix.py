@@ -91,6 +91,11 @@ def test_a_plain_server_counts_both_phases() -> None:
     assert [c["decoded"] for c in found["checks"]] == [89] * 4 + [2] * 4 + [299] * 8
     turns = [c for c in found["checks"] if c["label"].startswith("turn")]
     assert sum(c["cached"] for c in turns) >= 4 * 64
+    # Steps, their requests, their active experts; float rounding may swap two experts in one layer of one step.
+    measured, truth = found["steps"]["measured"], found["steps"]["truth"]
+    assert measured[:2] == truth[:2]
+    assert measured[2] == pytest.approx(truth[2], abs=0.5)
+    assert truth[2] / truth[0] > 1.5 * 4, "the batch must use more experts than one request does"
 
 
 def test_kv_events_keep_the_cache_and_vllms_alike() -> None:
