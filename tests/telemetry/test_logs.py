@@ -6,6 +6,8 @@ import fcntl
 import json
 import logging
 import os
+import select
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +146,75 @@ def test_lines_that_nobody_can_get_are_counted(pipe: Pipe) -> None:
     while logs.dropped() < 5 and time.monotonic() < end:
         time.sleep(0.005)
     assert logs.dropped() == 5
+
+
+def test_deferred_lines_are_those_of_structlog(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.5)
+    values = {"id": "r", "n": 1, "none": None, "nested": {"a": [1.5]}, "text": "a\nb\u2028", "other": os}
+    logs.configure("info", pipe.writer)
+    structlog.get_logger().info("request", **values)
+    logs.info("request", dict, values)
+    logs.info("request", lambda n, text: {"n": n, "text": text}, 2, "x")
+    first, second, third = pipe.lines()
+    assert list(first.items()) == list(second.items())
+    assert third == {"n": 2, "text": "x", "event": "request", "level": "info", "ts": 1.5}
+
+
+def test_deferred_lines_obey_the_level(pipe: Pipe) -> None:
+    logs.configure("warning", pipe.writer)
+    logs.info("not written", dict)
+    logs.configure("debug", pipe.writer)
+    logs.info("written", dict)
+    assert [line["event"] for line in pipe.lines()] == ["written"]
+    with structlog.testing.capture_logs() as lines:
+        logs.info("by structlog", lambda n: {"n": n}, 1)
+    assert lines == [{"event": "by structlog", "n": 1, "log_level": "info"}]
+
+
+def test_a_line_that_cannot_be_made_is_counted_and_ends_nothing(pipe: Pipe) -> None:
+    logs.configure("info", pipe.writer)
+    logs.info("bad", lambda values: {"first": values[0]}, [])
+    logs.info("bad", lambda: {"nested": {1: "not a key of JSON"}})
+    logs.info("good", dict)
+    end = time.monotonic() + 5
+    while logs.dropped() < 2 and time.monotonic() < end:
+        time.sleep(0.005)
+    assert logs.dropped() == 2
+    assert [line["event"] for line in pipe.lines()] == ["good"]
+
+
+def test_no_line_waits_for_the_next_one(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines at every moment of the thread's round, all awaited before the next: one that woke nobody would never come."""
+    monkeypatch.setattr(logs, "_FLUSH_S", 0.0)
+    logs.configure("info", pipe.writer)
+    for i in range(1000):
+        for n in range(3):
+            logs.info("line", dict, {"n": n})
+            for _ in range(i):
+                pass
+        come = 0
+        while come < 3:
+            assert select.select([pipe.reader], [], [], 5.0)[0], f"lines {i} were not written"
+            come += os.read(pipe.reader, 1 << 16).count(b"\n")
+
+
+def test_lines_of_several_threads_all_come(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_FLUSH_S", 0.0)
+    fcntl.fcntl(pipe.writer, fcntl.F_SETPIPE_SZ, 1 << 20)
+    logs.configure("info", pipe.writer)
+
+    def some(name: int) -> None:
+        for i in range(1000):
+            logs.info("line", dict, {"name": name, "i": i})
+
+    threads = [threading.Thread(target=some, args=(name,)) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = pipe.lines()
+    for name in range(3):
+        assert [line["i"] for line in lines if line["name"] == name] == list(range(1000))
 
 
 def test_close_writes_the_rest(pipe: Pipe) -> None:
