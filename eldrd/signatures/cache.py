@@ -1,27 +1,20 @@
-"""Counts of KV blocks by block hash, within a budget of bytes. Numba kernels only: no sockets, frames or locks."""
+"""Counts of KV blocks by block hash, within a budget of bytes. kernels.py touches the rows; no sockets, frames or locks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numba import njit
 
+from eldrd.signatures import kernels
 from eldrd.signatures.geometry import Geometry
+from eldrd.signatures.kernels import LIVE, STRIDE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Counts = NDArray[np.uint8] | NDArray[np.uint16]
 
-# Fields of a table's state vector, kept in an array because Numba kernels update it in place.
-_FREED: Final = 0  # entries on the stack of freed rows
-_USED: Final = 1  # rows ever handed out, the high-water mark
-_HAND: Final = 2  # the clock's hand
-_LIVE: Final = 3  # rows stored now
-
-# Blocks between two checkpoints: fewer cost memory (a checkpoint is four rows), more cost time (rows left to add).
-STRIDE: Final = 128
 _CHECKPOINT_SHARE: Final = 16  # of the budget, one part
 
 _INDEX_BYTES: Final = 16  # int32 slots, a power of two of at least twice the rows: at most four a row
@@ -69,7 +62,9 @@ class SignatureCache:
             raise ValueError(f"a count of {counts.max()} in a block of {geometry.block_size} tokens")
         t = self._tables.get((geometry.width, dtype)) or self._add_layout(geometry.width, dtype)
         rows = _plain(counts, dtype)
-        new, evicted = _insert(t.index, t.keys, t.referenced, t.freed, t.state, t.slab, keys, _salt(geometry), rows)
+        new, evicted = kernels.insert(
+            t.index, t.keys, t.referenced, t.freed, t.state, t.slab, keys, _salt(geometry), rows
+        )
         self._evictions += evicted
         return int(new)
 
@@ -83,12 +78,37 @@ class SignatureCache:
         missing = keys.size
         if t is not None:
             if t.checkpoints is None or keys.size < STRIDE:
-                missing = int(_gather(t.index, t.keys, t.referenced, t.slab, keys, _salt(geometry), out))
+                missing = int(kernels.gather(t.index, t.keys, t.referenced, t.slab, keys, _salt(geometry), out))
             else:
-                missing = int(_gather_chain(t.arrays, t.checkpoints.all_arrays, keys, _salt(geometry), t.scratch, out))
+                missing = int(
+                    kernels.gather_chain(t.arrays, t.checkpoints.all_arrays, keys, _salt(geometry), t.scratch, out)
+                )
         self._misses += missing
         self._hits += keys.size - missing
         return missing
+
+    def add_up(
+        self, geometry: Geometry, hashes: NDArray[np.uint64], tail: NDArray[np.unsignedinteger[Any]]
+    ) -> tuple[NDArray[np.int32], int, int]:
+        """A whole prompt's counts in one kernel: int32 [L * E], the rows of its hashes uint64 [n] and ``tail`` [L * E]
+        (uint8, uint16 or uint32) together; how many rows are not here; and the sum over all cells."""
+        if tail.shape != (geometry.width,):
+            raise ValueError(f"tail has shape {tail.shape}, expected {(geometry.width,)}")
+        out = np.empty(geometry.width, np.int32)
+        keys = _hashes(hashes)
+        t = self._table(geometry)
+        if t is None or tail.dtype.itemsize > 2:
+            out[:] = tail
+            missing = self.gather(geometry, keys, out)
+            return out, missing, int(out.sum(dtype=np.int64))
+        start, salt = _plain(tail, tail.dtype), _salt(geometry)
+        if t.checkpoints is None or keys.size < STRIDE:
+            missing, total = kernels.add_up(t.index, t.keys, t.referenced, t.slab, keys, salt, start, out)
+        else:
+            missing, total = kernels.add_up_chain(t.arrays, t.checkpoints.all_arrays, keys, salt, t.scratch, start, out)
+        self._misses += missing
+        self._hits += keys.size - missing
+        return out, missing, total
 
     def lacking(self, geometry: Geometry, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Those of a prompt's hashes uint64 [n] that ``gather`` would miss, uint64 [m], in the order given."""
@@ -98,8 +118,8 @@ class SignatureCache:
             return keys.copy()
         start, salt = 0, _salt(geometry)
         if table.checkpoints is not None and keys.size >= STRIDE:
-            start, _ = _latest(table.checkpoints.index, table.checkpoints.keys, keys, salt)
-        lacking: NDArray[np.uint64] = _lacking(table.index, table.keys, keys[start:], salt)
+            start, _ = kernels.latest(table.checkpoints.index, table.checkpoints.keys, keys, salt)
+        lacking: NDArray[np.uint64] = kernels.lacking(table.index, table.keys, keys[start:], salt)
         return lacking
 
     def remove(self, geometry: Geometry, hashes: NDArray[np.uint64]) -> int:
@@ -109,8 +129,8 @@ class SignatureCache:
             return 0
         keys, salt = _hashes(hashes), _salt(geometry)
         if (c := t.checkpoints) is not None:
-            _remove(c.index, c.keys, c.freed, c.state, keys, salt)
-        return int(_remove(t.index, t.keys, t.freed, t.state, keys, salt))
+            kernels.remove(c.index, c.keys, c.freed, c.state, keys, salt)
+        return int(kernels.remove(t.index, t.keys, t.freed, t.state, keys, salt))
 
     def clear(self) -> None:
         """Drop everything and give the memory back; the counters go on."""
@@ -185,7 +205,7 @@ class _Table:
 
     @property
     def live(self) -> int:
-        return int(self.state[_LIVE])
+        return int(self.state[LIVE])
 
 
 def warm_up() -> None:
@@ -197,6 +217,8 @@ def warm_up() -> None:
             hashes = np.arange(n, dtype=np.uint64)
             cache.insert(geometry, hashes, np.ones((n, 8), _dtype(geometry)))
             cache.gather(geometry, hashes, np.zeros(8, np.int32))
+            for tail in (np.uint8, np.uint16):
+                cache.add_up(geometry, hashes, np.zeros(8, tail))
             cache.lacking(geometry, hashes)
             cache.remove(geometry, hashes)
 
@@ -222,166 +244,3 @@ def _plain(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _salt(geometry: Geometry) -> np.uint64:
     return np.uint64(geometry.fingerprint * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
-
-
-@njit(cache=True, nogil=True)
-def _mix(block_hash: Any, salt: Any) -> Any:
-    """The table's key of a block hash: splitmix64's finalizer, a bijection, so one model's hashes never collide."""
-    x = block_hash ^ salt
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-@njit(cache=True, nogil=True)
-def _find(index: Any, keys: Any, key: Any) -> Any:
-    """(slot, row) of a key; row is -1 where it is absent, slot then being the vacant one it belongs in."""
-    mask = np.uint64(index.size - 1)
-    slot = np.int64(key & mask)
-    while True:
-        row = np.int64(index[slot]) - 1
-        if row < 0 or keys[row] == key:
-            return slot, row
-        slot = (slot + 1) & np.int64(mask)
-
-
-@njit(cache=True, nogil=True)
-def _vacate(index: Any, keys: Any, slot: Any) -> None:
-    """Empty a slot and shift later entries of its run back, so that no tombstone is needed (Knuth 6.4, algorithm R)."""
-    mask = np.int64(index.size - 1)
-    hole = slot
-    while True:
-        slot = (slot + 1) & mask
-        entry = index[slot]
-        if entry == 0:
-            break
-        home = np.int64(keys[entry - 1] & np.uint64(mask))
-        if ((slot - home) & mask) >= ((slot - hole) & mask):
-            index[hole] = entry
-            hole = slot
-    index[hole] = 0
-
-
-@njit(cache=True, nogil=True)
-def _insert(
-    index: Any, keys: Any, referenced: Any, freed: Any, state: Any, slab: Any, hashes: Any, salt: Any, counts: Any
-) -> Any:
-    new = 0
-    evicted = 0
-    for i in range(hashes.size):
-        key = _mix(hashes[i], salt)
-        slot, row = _find(index, keys, key)
-        if row >= 0:
-            referenced[row] = 1
-            continue
-        if state[_FREED] > 0:
-            state[_FREED] -= 1
-            row = np.int64(freed[state[_FREED]])
-        elif state[_USED] < slab.shape[0]:
-            row = state[_USED]
-            state[_USED] += 1
-        else:
-            row = state[_HAND]
-            while referenced[row]:
-                referenced[row] = 0
-                row = row + 1 if row + 1 < slab.shape[0] else 0
-            state[_HAND] = row + 1 if row + 1 < slab.shape[0] else 0
-            victim, _ = _find(index, keys, keys[row])
-            _vacate(index, keys, victim)
-            state[_LIVE] -= 1
-            evicted += 1
-            slot, _ = _find(index, keys, key)  # the shift may have moved the vacant slot
-        keys[row] = key
-        # A row earns its second chance by being read, so one long prompt cannot push out what others reuse.
-        referenced[row] = 0
-        index[slot] = row + 1
-        slab[row, :] = counts[i, :]
-        state[_LIVE] += 1
-        new += 1
-    return new, evicted
-
-
-@njit(cache=True, nogil=True)
-def _gather(index: Any, keys: Any, referenced: Any, slab: Any, hashes: Any, salt: Any, out: Any) -> Any:
-    rows = np.empty(hashes.size, np.int64)
-    found = 0
-    for i in range(hashes.size):
-        _, row = _find(index, keys, _mix(hashes[i], salt))
-        if row >= 0:
-            referenced[row] = 1
-            rows[found] = row
-            found += 1
-    # Eight rows a pass: out is read and written an eighth as often, and eight streams hide the memory's latency.
-    for i in range(0, found - 7, 8):
-        a, b, c, d = slab[rows[i]], slab[rows[i + 1]], slab[rows[i + 2]], slab[rows[i + 3]]
-        e, f, g, h = slab[rows[i + 4]], slab[rows[i + 5]], slab[rows[i + 6]], slab[rows[i + 7]]
-        for j in range(out.size):
-            left = np.int32(a[j]) + np.int32(b[j]) + np.int32(c[j]) + np.int32(d[j])
-            out[j] += left + np.int32(e[j]) + np.int32(f[j]) + np.int32(g[j]) + np.int32(h[j])
-    for i in range(found - found % 8, found):
-        a = slab[rows[i]]
-        for j in range(out.size):
-            out[j] += np.int32(a[j])
-    return hashes.size - found
-
-
-@njit(cache=True, nogil=True)
-def _latest(index: Any, keys: Any, hashes: Any, salt: Any) -> Any:
-    """(blocks covered, row) of the checkpoint that covers most of a prompt; (0, -1) without one."""
-    covered = hashes.size - hashes.size % STRIDE
-    while covered > 0:
-        _, row = _find(index, keys, _mix(hashes[covered - 1], salt))
-        if row >= 0:
-            return covered, row
-        covered -= STRIDE
-    return 0, np.int64(-1)
-
-
-@njit(cache=True, nogil=True)
-def _gather_chain(rows: Any, sums: Any, hashes: Any, salt: Any, total: Any, out: Any) -> Any:
-    """``_gather`` from the latest checkpoint on, leaving checkpoints behind. rows, sums: a table's and its checkpoints'
-    arrays; total: int32 [L * E] to work in."""
-    index, keys, referenced, slab = rows
-    sums_index, sums_keys, sums_referenced, sums_slab, sums_freed, sums_state = sums
-    start, row = _latest(sums_index, sums_keys, hashes, salt)
-    if row >= 0:
-        sums_referenced[row] = 1
-        total[:] = sums_slab[row]
-    else:
-        total[:] = 0
-    missing = 0
-    while start < hashes.size:
-        stop = min(start + STRIDE, hashes.size)
-        missing += _gather(index, keys, referenced, slab, hashes[start:stop], salt, total)
-        if missing == 0 and stop - start == STRIDE:
-            last, sum_ = hashes[stop - 1 : stop], total.reshape(1, total.size)
-            _insert(sums_index, sums_keys, sums_referenced, sums_freed, sums_state, sums_slab, last, salt, sum_)
-        start = stop
-    out += total
-    return missing
-
-
-@njit(cache=True, nogil=True)
-def _lacking(index: Any, keys: Any, hashes: Any, salt: Any) -> Any:
-    out = np.empty(hashes.size, np.uint64)
-    n = 0
-    for i in range(hashes.size):
-        _, row = _find(index, keys, _mix(hashes[i], salt))
-        if row < 0:
-            out[n] = hashes[i]
-            n += 1
-    return out[:n]
-
-
-@njit(cache=True, nogil=True)
-def _remove(index: Any, keys: Any, freed: Any, state: Any, hashes: Any, salt: Any) -> Any:
-    removed = 0
-    for i in range(hashes.size):
-        slot, row = _find(index, keys, _mix(hashes[i], salt))
-        if row >= 0:
-            _vacate(index, keys, slot)
-            freed[state[_FREED]] = row
-            state[_FREED] += 1
-            state[_LIVE] -= 1
-            removed += 1
-    return removed

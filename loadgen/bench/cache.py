@@ -18,8 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from eldrd.signatures.cache import STRIDE, SignatureCache, warm_up
+from eldrd.signatures.cache import SignatureCache, warm_up
 from eldrd.signatures.geometry import Geometry
+from eldrd.signatures.kernels import STRIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

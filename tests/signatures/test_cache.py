@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldrd.signatures.cache import STRIDE, SignatureCache, warm_up
+from eldrd.signatures import kernels
+from eldrd.signatures.cache import SignatureCache, warm_up
 from eldrd.signatures.geometry import Geometry
+from eldrd.signatures.kernels import STRIDE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -179,6 +181,7 @@ class Chains:
 
 
 CHAINS = Chains()
+TAIL = np.arange(GEOMETRY.width, dtype=np.uint8)
 pieces = st.tuples(
     st.sampled_from(["insert", "gather", "remove"]), st.integers(0, 2), st.integers(0, 400), st.integers(0, 400)
 )
@@ -207,6 +210,9 @@ def test_sums_of_chains_are_exact_or_say_what_is_missing(steps: list[tuple[str, 
             total, missing = gathered(cache, hashes(*asked))
             assert missing == len(lacking)
             assert total == CHAINS.rows(here).sum(0, dtype=np.int64).tolist()
+            summed, lost, cells = cache.add_up(GEOMETRY, hashes(*asked), TAIL)
+            assert summed.tolist() == [t + int(x) for t, x in zip(total, TAIL, strict=True)]
+            assert (lost, cells) == (missing, sum(total) + int(TAIL.sum()))
             single = {h for h in asked if not cache.lacking(GEOMETRY, hashes(h)).size}
             assert single <= set(here)
             assert not single & removed_last
@@ -255,6 +261,21 @@ def test_wide_rows_hold_counts_above_255() -> None:
     counts = np.full((9, WIDE.width), 65535, np.uint16)
     cache.insert(WIDE, hashes(*range(9)), counts)
     assert gathered(cache, hashes(*range(9)), WIDE) == ([9 * 65535] * WIDE.width, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_adds_up_tails_of_any_width(dtype: type[np.unsignedinteger[Any]]) -> None:
+    cache = SignatureCache(BIG)
+    tail = np.full(GEOMETRY.width, min(np.iinfo(dtype).max, 2**31 - 100), dtype)
+    for known in (False, True):
+        counts, missing, cells = cache.add_up(GEOMETRY, hashes(1, 2), tail)
+        assert counts.dtype == np.int32
+        assert (counts == tail.astype(np.int64) + (rows(1)[0] if known else 0)).all()
+        assert (missing, cells) == (1 if known else 2, counts.sum(dtype=np.int64))
+        cache.insert(GEOMETRY, hashes(1), rows(1))
+    assert (cache.hits, cache.misses) == (1, 3)
+    with pytest.raises(ValueError, match="tail has shape"):
+        cache.add_up(GEOMETRY, hashes(1), tail[:-1])
 
 
 def test_unknown_geometry_is_missing_and_costs_nothing() -> None:
@@ -310,15 +331,20 @@ def test_a_large_budget_takes_no_memory_until_used() -> None:
 
 def test_warm_up_covers_the_daemons_calls() -> None:
     warm_up()
-    from eldrd.signatures import cache as module
-
-    kernels = (module._insert, module._gather, module._gather_chain, module._latest, module._lacking, module._remove)
-    compiled = [len(k.signatures) for k in kernels]
+    dispatchers = (
+        kernels.insert, kernels.gather, kernels.gather_chain, kernels.add_up, kernels.add_up_chain, kernels.latest,
+        kernels.lacking, kernels.remove,
+    )  # fmt: skip
+    compiled = [len(k.signatures) for k in dispatchers]
     for geometry in (GEOMETRY, WIDE):
         cache = SignatureCache(BIG)
         cache.insert(geometry, np.frombuffer(hashes(1).tobytes(), "<u8"), rows(1, geometry))
         for n in (1, STRIDE):
             gathered(cache, hashes(*range(n)), geometry)
             cache.lacking(geometry, hashes(*range(n)))
+            for tail in ("<u1", "<u2", "<u4"):
+                cache.add_up(
+                    geometry, hashes(*range(n)), np.frombuffer(bytes(4 * geometry.width), tail, geometry.width)
+                )
         cache.remove(geometry, hashes(1))
-    assert [len(k.signatures) for k in kernels] == compiled
+    assert [len(k.signatures) for k in dispatchers] == compiled
