@@ -20,10 +20,12 @@ def digests(keys: tuple[str, ...]) -> frozenset[bytes]:
 
 
 def check(path: str, headers: Mapping[str, str], keys: frozenset[bytes]) -> None:
-    """Pass, or raise Failure(401). Looking a hash up tells nothing about the keys by its duration. No keys: all may."""
+    """Pass, or raise Failure(401). Looking a hash up tells nothing about the keys by its duration. No keys: all may.
+
+    headers: looked up by lower-case names."""
     if not keys or path in OPEN_PATHS:
         return
-    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or hashlib.sha256(key.strip().encode("utf-8", "replace")).digest() not in keys:
         raise Failure(
             401, "AuthenticationError", "A valid API key is required (Authorization: Bearer).", outcome="no_key"

@@ -16,10 +16,11 @@ _EXPOSED: Final = (b"access-control-expose-headers", b"x-request-id, x-eldrd-dec
 
 
 def headers(request: Mapping[str, str], origins: Sequence[str]) -> list[tuple[bytes, bytes]]:
-    """The headers that let the request's origin read the answer; none where it may not, or does not ask."""
+    """The headers that let the request's origin read the answer; none where it may not, or does not ask. request: its
+    headers, looked up by lower-case names."""
     if not origins:
         return []
-    origin = request.get("Origin")
+    origin = request.get("origin")
     if origin is None or not origin.isascii() or not origin.isprintable():
         return []
     if "*" in origins:

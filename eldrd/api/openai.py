@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -23,6 +23,14 @@ _LABEL_BYTES: Final = 256
 # Choices of one request, each with a hand-off of its own.
 _MAX_PARTS: Final = 128
 _PASSED_HEADERS: Final = ("traceparent", "tracestate")
+# Fields that few requests have; those without any of them are spared the questions about each.
+_RARE: Final = frozenset(
+    (TRANSFER, "n", "seed", "best_of", "prompt_logprobs", "echo", "use_beam_search", "stream_options")
+)
+_IDS_AT_ONCE: Final = 256
+_ids: Final[list[str]] = []
+# A child would otherwise give its parent's ids.
+os.register_at_fork(after_in_child=_ids.clear)
 
 
 def parse(
@@ -34,7 +42,8 @@ def parse(
 ) -> Request:
     """Check a body as far as eldrd needs to understand it; the rest is the worker's to judge. Raises Failure.
 
-    models: names that may be asked for, empty if unknown; aliases: the worker's name behind further ones.
+    headers: looked up by lower-case names; models: names that may be asked for, empty if unknown; aliases: the worker's name
+    behind further ones.
     """
     try:
         fields = orjson.loads(body)
@@ -44,24 +53,26 @@ def parse(
         raise bad_request("The body must be a JSON object.")
     _not_too_deep(body, fields)
     chat = path == CHAT
-    model = _model(fields, models, aliases or {})
+    model = _model(fields, models, aliases)
     stream = _boolean(fields, "stream")
-    if fields.get(TRANSFER) is not None:
+    rare = not _RARE.isdisjoint(fields)
+    if rare and fields.get(TRANSFER) is not None:
         raise bad_request(f"{TRANSFER} is set by the router and cannot be given.", TRANSFER)
     prompt = _prompt(fields, chat=chat)
-    samples = _samples(fields)
+    samples = _samples(fields) if rare else 1
     prompts = _prompts(prompt, samples, chat=chat)
-    _only_where_sound(fields)
-    if TRANSFER in fields:
-        del fields[TRANSFER]
-        body = orjson.dumps(fields)
-    options = fields.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise bad_request("stream_options must be an object.", "stream_options")
+    include_usage = False
+    if rare:
+        _only_where_sound(fields)
+        if TRANSFER in fields:
+            del fields[TRANSFER]
+            body = orjson.dumps(fields)
+        include_usage = _include_usage(fields)
     limit = fields.get("max_tokens")
     if chat and fields.get("max_completion_tokens") is not None:
         limit = fields["max_completion_tokens"]
-    id_ = secrets.token_hex(16)
+    alias = model if aliases and model in aliases else None
+    id_ = _id()
     return Request(
         id=id_,
         client_id=_client_id(headers) or id_,
@@ -69,9 +80,9 @@ def parse(
         chat=chat,
         body=body,
         fields=fields,
-        model=(aliases or {}).get(model, model),
+        model=aliases[model] if aliases and alias is not None else model,
         stream=stream,
-        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        include_usage=include_usage,
         # vLLM's default for /v1/completions without max_tokens is more than one.
         single_token=limit == 1 and type(limit) is int,
         prefix=prefix_of(prompt),
@@ -79,12 +90,26 @@ def parse(
         passed_headers=_passed(headers),
         samples=samples,
         prompts=prompts,
-        alias=model if aliases and model in aliases else None,
+        alias=alias,
     )
 
 
+def _id() -> str:
+    """128 bits of the system's generator, as text; drawn for many requests by one system call, each given once."""
+    if not _ids:
+        drawn = os.urandom(16 * _IDS_AT_ONCE).hex()
+        _ids.extend([drawn[i : i + 32] for i in range(0, len(drawn), 32)])
+    return _ids.pop()
+
+
 def _not_too_deep(body: bytes, fields: dict[str, Any]) -> None:
-    if body.count(b"{") + body.count(b"[") <= _MAX_DEPTH:
+    for value in fields.values():
+        if type(value) is list or type(value) is dict:
+            break
+    else:
+        return
+    # Each level takes two bytes.
+    if len(body) <= 2 * _MAX_DEPTH or body.count(b"{") + body.count(b"[") <= _MAX_DEPTH:
         return
     level: list[Any] = [fields]
     for _ in range(_MAX_DEPTH):
@@ -94,7 +119,7 @@ def _not_too_deep(body: bytes, fields: dict[str, Any]) -> None:
     raise bad_request(f"The body is nested more than {_MAX_DEPTH} levels deep.")
 
 
-def _model(fields: dict[str, Any], models: Collection[str], aliases: Mapping[str, str]) -> str:
+def _model(fields: dict[str, Any], models: Collection[str], aliases: Mapping[str, str] | None) -> str:
     model = fields.get("model")
     if model is None:
         if len(models) == 1:
@@ -102,7 +127,7 @@ def _model(fields: dict[str, Any], models: Collection[str], aliases: Mapping[str
         raise bad_request("model is missing.", "model")
     if not isinstance(model, str):
         raise bad_request("model must be a string.", "model")
-    if models and model not in models and model not in aliases:
+    if models and model not in models and not (aliases and model in aliases):
         raise unknown_model(model)
     return model
 
@@ -111,7 +136,16 @@ def _boolean(fields: dict[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise bad_request(f"{name} must be true or false.", name)
-    return bool(value)
+    return value is True
+
+
+def _include_usage(fields: dict[str, Any]) -> bool:
+    options = fields.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise bad_request("stream_options must be an object.", "stream_options")
+    return options.get("include_usage") is True
 
 
 def _prompt(fields: dict[str, Any], *, chat: bool) -> Any:
@@ -142,6 +176,8 @@ def _samples(fields: dict[str, Any]) -> int:
 
 def _prompts(prompt: Any, samples: int, *, chat: bool) -> tuple[Any, ...] | None:
     """The prompts, where the request has several."""
+    if samples == 1 and (chat or isinstance(prompt, str)):
+        return None
     several = not chat and isinstance(prompt, list) and not isinstance(prompt[0], int) and len(prompt) > 1
     if several and not all(p and isinstance(p, str | list) for p in prompt):
         raise bad_request("Every prompt must be a text or a list of token ids, and not empty.", "prompt")
@@ -161,14 +197,14 @@ def _only_where_sound(fields: dict[str, Any]) -> None:
 
 
 def _client_id(headers: Mapping[str, str]) -> str | None:
-    value = headers.get("X-Request-Id")
+    value = headers.get("x-request-id")
     if value is None or len(value) > 200 or not value.isprintable():
         return None
     return value
 
 
 def _label(headers: Mapping[str, str]) -> str | None:
-    value = headers.get("X-Eldrd-Label")
+    value = headers.get("x-eldrd-label")
     if value is None or not value.isprintable() or len(value.encode()) > _LABEL_BYTES:
         return None
     return value
@@ -176,5 +212,9 @@ def _label(headers: Mapping[str, str]) -> str | None:
 
 def _passed(headers: Mapping[str, str]) -> bytes:
     """Header lines that go on to the workers: the trace context, nothing else of the client's."""
-    lines = [f"{n}: {headers[n]}\r\n" for n in _PASSED_HEADERS if n in headers and headers[n].isprintable()]
-    return "".join(lines).encode("latin-1", "replace")
+    lines = ""
+    for name in _PASSED_HEADERS:
+        value = headers.get(name)
+        if value is not None and value.isprintable():
+            lines += f"{name}: {value}\r\n"
+    return lines.encode("latin-1", "replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -222,18 +223,52 @@ def test_stream(more: dict[str, Any], stream: bool, usage: bool) -> None:
 
 
 def test_ids() -> None:
-    own = parsed(CHAT, GOOD[CHAT], {"X-Request-Id": "mine"})
-    other = parsed(CHAT, GOOD[CHAT], {"X-Request-Id": "mine"})
+    own = parsed(CHAT, GOOD[CHAT], {"x-request-id": "mine"})
+    other = parsed(CHAT, GOOD[CHAT], {"x-request-id": "mine"})
     assert own.client_id == other.client_id == "mine"
     assert own.id != other.id
     for bad in ("a\tb", "x" * 201, "a\udcff", "a\r\nb: c"):
-        request = parsed(CHAT, GOOD[CHAT], {"X-Request-Id": bad})
+        request = parsed(CHAT, GOOD[CHAT], {"x-request-id": bad})
         assert request.client_id == request.id
+
+
+def test_ids_are_given_once() -> None:
+    ids = [parsed(CHAT, GOOD[CHAT]).id for _ in range(2000)]
+    assert len(set(ids)) == 2000
+    assert all(len(id_) == 32 and int(id_, 16) >= 0 for id_ in ids)
+
+
+def test_a_child_gives_ids_of_its_own() -> None:
+    parsed(CHAT, GOOD[CHAT])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, parsed(CHAT, GOOD[CHAT]).id.encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    of_child = os.read(reader, 32).decode()
+    os.close(reader)
+    os.close(writer)
+    assert of_child not in [parsed(CHAT, GOOD[CHAT]).id for _ in range(300)]
+
+
+@pytest.mark.parametrize("inside", [{"other": "x" * 1000}, {"other": [1] * 1000}])
+def test_depth(inside: dict[str, Any]) -> None:
+    """At most 200 levels, whatever else the body holds; the root is the first."""
+    for levels, ok in ((199, True), (200, False)):
+        body = json.dumps({**GOOD[COMPLETIONS], **inside})[:-1] + ', "deep": ' + "[" * levels + "]" * levels + "}"
+        if ok:
+            parse(COMPLETIONS, body.encode(), {}, MODELS)
+        else:
+            with pytest.raises(Failure):
+                parse(COMPLETIONS, body.encode(), {}, MODELS)
 
 
 @given(st.text(max_size=300))
 def test_headers_of_the_client_add_no_lines(value: str) -> None:
-    request = parsed(CHAT, GOOD[CHAT], {"traceparent": value, "X-Request-Id": value, "Authorization": "secret"})
+    request = parsed(CHAT, GOOD[CHAT], {"traceparent": value, "x-request-id": value, "authorization": "secret"})
     assert request.passed_headers.count(b"\r\n") <= 1
     assert b"\n" not in request.passed_headers.replace(b"\r\n", b"", 1)
     assert b"secret" not in request.passed_headers
@@ -242,15 +277,15 @@ def test_headers_of_the_client_add_no_lines(value: str) -> None:
 
 @given(st.text(max_size=300))
 def test_labels_can_be_written(value: str) -> None:
-    label = parsed(CHAT, GOOD[CHAT], {"X-Eldrd-Label": value}).label
+    label = parsed(CHAT, GOOD[CHAT], {"x-eldrd-label": value}).label
     if label is not None:
         assert len(label.encode()) <= 256
 
 
 def test_labels_that_cannot_be_written() -> None:
-    assert parsed(CHAT, GOOD[CHAT], {"X-Eldrd-Label": "code"}).label == "code"
+    assert parsed(CHAT, GOOD[CHAT], {"x-eldrd-label": "code"}).label == "code"
     for bad in ("a\udcff", "x" * 1000, "a\nb"):
-        assert parsed(CHAT, GOOD[CHAT], {"X-Eldrd-Label": bad}).label is None
+        assert parsed(CHAT, GOOD[CHAT], {"x-eldrd-label": bad}).label is None
 
 
 def test_prefixes_of_like_prompts_are_equal() -> None:
