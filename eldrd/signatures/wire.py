@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from eldrd.signatures.zmtp import Frame
+
 VERSION = 1
 DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
     "u1": np.dtype(np.uint8),
@@ -147,7 +149,7 @@ def encode(header: Header, *arrays: NDArray[np.generic]) -> list[bytes]:
     return [_encoder.encode(header), *(np.ascontiguousarray(a).tobytes() for a in arrays)]
 
 
-def decode_header(frame: bytes) -> Header:
+def decode_header(frame: Frame) -> Header:
     """The header of a message. Raises WireError for anything that is not a version-1 header."""
     try:
         header: Header = _decoder.decode(frame)
@@ -158,7 +160,7 @@ def decode_header(frame: bytes) -> Header:
     return header
 
 
-def hashes(frames: Sequence[bytes], n: int) -> NDArray[np.uint64]:
+def hashes(frames: Sequence[Frame], n: int) -> NDArray[np.uint64]:
     """The hashes of a blocks, request or want message: uint64 [n]."""
     if len(frames) < 2 or len(frames[1]) != n * HASH.itemsize:
         raise WireError(f"expected {n} hashes")
@@ -166,7 +168,7 @@ def hashes(frames: Sequence[bytes], n: int) -> NDArray[np.uint64]:
 
 
 def counts(
-    frames: Sequence[bytes], n: int, dtype: str, geometry: Geometry, at: int = 2
+    frames: Sequence[Frame], n: int, dtype: str, geometry: Geometry, at: int = 2
 ) -> NDArray[np.unsignedinteger[Any]]:
     """The counts of a blocks (n rows), request (one row) or decoded (one row, in frame 1) message: ``dtype`` [n, L * E].
 

@@ -295,8 +295,11 @@ async def test_record_before_the_wait(bench: Bench) -> None:
     bench.receiver.expect("r")
     await hook.hello()
     await hook.request("r", [], TAIL, 5)
+    assert bench.receiver.ready("r") is None
     await bench.until("request")
+    whole = bench.receiver.ready("r")
     signature = await bench.receiver.wait("r", 0.0)
+    assert signature is whole
     assert signature is not None
     assert signature.state == "exact"
 
@@ -348,6 +351,8 @@ async def test_want_not_answered(bench: Bench) -> None:
     await hook.hello()
     await hook.blocks([2], COUNTS[1:2])
     await hook.request("r", [1, 2, 3], TAIL, TOKENS)
+    await bench.until("want")
+    assert bench.receiver.ready("r") is None
     signature = await bench.receiver.wait("r", 0.1)
     assert signature is not None
     assert signature.state == "partial"
