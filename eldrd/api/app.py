@@ -8,23 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
-from aiohttp import web
-from multidict import CIMultiDict
 
 from eldrd.api import auth, cors, errors, openai
-from eldrd.api.relay import ClientPort, Relayed, RelayServer
+from eldrd.api.http import HttpServer
 from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import Failure
 from eldrd.handoff.request import Record, Request
 from eldrd.telemetry import metrics as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from aiohttp.http_parser import RawRequestMessage
-    from aiohttp.streams import StreamReader
+    from collections.abc import Callable, Coroutine
 
     from eldrd.api.admin import Admin
+    from eldrd.api.exchange import Exchange
     from eldrd.handoff.admission import Admission
     from eldrd.handoff.lifecycle import Lifecycle
     from eldrd.handoff.snapshot import Snapshot
@@ -52,47 +48,57 @@ class App:
         self._current = current
         self.running = 0
 
-    def server(self) -> RelayServer:
-        """aiohttp's low-level server around this app, for ``loop.create_server``."""
-        server = self._current().settings.server
-        return RelayServer(
-            self._handle,
-            request_factory=self._request,
-            handler_cancellation=True,
-            # vLLM takes no compressed bodies either, and a small one could unfold into a large one.
-            auto_decompress=False,
-            access_log=None,
-            keepalive_timeout=server.keepalive_s,
-            malformed=self._metrics.requests.labels("", 400, "malformed").inc,
-        )
+    def server(self) -> HttpServer:
+        """The server around this app, for ``loop.create_server``."""
+        return HttpServer(self, self._current().settings.server.keepalive_s)
 
-    def _request(
-        self, message: RawRequestMessage, payload: StreamReader, protocol: Any, writer: Any, task: Any
-    ) -> web.BaseRequest:
-        limit = self._current().settings.server.max_body_bytes
-        loop = asyncio.get_running_loop()
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=limit)
+    def limit(self) -> int:
+        """The largest body, as the settings of the moment say."""
+        return self._current().settings.server.max_body_bytes
 
-    async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        path = http.rel_url.raw_path
-        snapshot = self._current()
-        allowed = cors.headers(http.headers, snapshot.settings.cors.origins)
-        if http.method == "OPTIONS" and allowed:
-            return _response(Answer(204, b"", [*allowed, *cors.PREFLIGHT]), None)
+    def malformed(self) -> None:
+        """A line of log for each would let anyone fill the disk."""
+        self._metrics.requests.labels("", 400, "malformed").inc()
+
+    def abandoned(self, exchange: Exchange) -> None:
+        """An upload that broke off ends like a request whose client has gone."""
+        if exchange.path in openai.PATHS and exchange.failure is None:
+            record = Record(arrived=monotonic(), status=499, outcome="client_gone")
+            self._ended(exchange.path, None, self._current(), record)
+
+    def begin(self, exchange: Exchange) -> None:
+        """Who may, and where to: known before the body."""
+        settings = self._current()
+        exchange.extra = cors.headers(exchange.headers, settings.settings.cors.origins)
+        if exchange.method == "OPTIONS" and exchange.extra:
+            return
+        path = exchange.path
         try:
-            auth.check(path, http.headers, snapshot.client_keys)
+            auth.check(path, exchange.headers, settings.client_keys)
         except Failure as failure:
             self._metrics.requests.labels("", failure.status, failure.outcome).inc()
-            return _response(errors.error_answer(failure), None, allowed)
+            exchange.failure = failure
+            return
         if path in openai.PATHS:
-            if http.method != "POST":
-                return _response(errors.error_answer(errors.wrong_method("POST")), None, allowed)
-            return await self._generate(http, path, snapshot, allowed)
-        if path in _READS:
-            if http.method not in ("GET", "HEAD"):
-                return _response(errors.error_answer(errors.wrong_method("GET")), None, allowed)
-            return _response(self._read(path), None, allowed)
-        return _response(errors.error_answer(errors.unknown_path()), None, allowed)
+            if exchange.method != "POST":
+                exchange.failure = errors.wrong_method("POST")
+        elif path not in _READS:
+            exchange.failure = errors.unknown_path()
+        elif exchange.method not in ("GET", "HEAD"):
+            exchange.failure = errors.wrong_method("GET")
+
+    def handle(self, exchange: Exchange) -> Coroutine[Any, Any, bool] | None:
+        """Answer, or return what generates."""
+        failure = exchange.failure
+        if exchange.method == "OPTIONS" and exchange.extra:
+            exchange.respond(Answer(204, b"", list(cors.PREFLIGHT)))
+        elif failure is None and exchange.path in _READS:
+            exchange.respond(self._read(exchange.path))
+        elif failure is None or failure.outcome == "too_large":
+            return self._generate(exchange)
+        else:
+            exchange.respond(errors.error_answer(failure))
+        return None
 
     def _read(self, path: str) -> Answer:
         if path == "/metrics":
@@ -112,24 +118,29 @@ class App:
         }[path]
         return Answer(200, orjson.dumps(read()), [errors.JSON_TYPE])
 
-    async def _generate(
-        self, http: web.BaseRequest, path: str, snapshot: Snapshot, allowed: list[tuple[bytes, bytes]]
-    ) -> web.StreamResponse:
-        """One completion, from its body to its end; metrics and the log line are written here whatever happens."""
+    async def _generate(self, exchange: Exchange) -> bool:
+        """One completion, from its body to its end, and whether the connection can be kept; metrics and the log line are
+        written here whatever happens."""
         record = Record(arrived=monotonic())
+        path = exchange.path
+        snapshot = self._current()
         request: Request | None = None
-        port: ClientPort | None = None
         self.running += 1
         try:
             try:
-                body = await _body(http, snapshot.settings.server.max_body_bytes)
-                request = openai.parse(path, body, http.headers, self._admin.model_names(), self._admin.aliases())
-                port = ClientPort(http, request.client_id, stream=request.stream, headers=allowed)
-                await self._admission.enter()
+                if exchange.failure is not None:
+                    raise exchange.failure
+                admin, admission = self._admin, self._admission
+                request = openai.parse(path, exchange.body, exchange.headers, admin.model_names(), admin.aliases())
+                exchange.body = b""
+                exchange.client_id = request.client_id
+                exchange.stream = request.stream
+                if not admission.try_enter():
+                    await admission.enter()
                 try:
-                    answer = await self._lifecycle.serve(request, snapshot, port, record)
+                    answer = await self._lifecycle.serve(request, snapshot, exchange, record)
                 finally:
-                    self._admission.leave()
+                    admission.leave()
             except Failure as failure:
                 record.outcome = failure.outcome
                 answer = errors.error_answer(failure)
@@ -144,9 +155,13 @@ class App:
             record.status = answer.status
             if not record.outcome:
                 record.outcome = "ok" if answer.status < 400 else f"worker_{answer.status // 100}xx"
-            if answer.relayed and port is not None:
-                return Relayed(answer.status, keep_alive=answer.complete and port.keep_alive)
-            return _response(answer, request.client_id if request is not None else None, allowed)
+            if not answer.relayed:
+                try:
+                    exchange.respond(answer)
+                except ConnectionResetError:
+                    record.outcome = "client_gone"
+                    raise
+            return answer.complete and exchange.keep_alive
         finally:
             self.running -= 1
             self._ended(path, request, snapshot, record)
@@ -208,22 +223,3 @@ def _where(e: BaseException) -> str:
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
     return f"{tb.tb_frame.f_code.co_filename}:{tb.tb_lineno}" if tb is not None else "?"
-
-
-async def _body(http: web.BaseRequest, limit: int) -> bytes:
-    try:
-        if http.headers.get("Expect", "").lower() == "100-continue":
-            assert http.transport is not None
-            http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return await http.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise errors.too_large(limit) from None
-    except web.RequestPayloadError:
-        raise errors.bad_request("The body's transfer coding is broken.") from None
-
-
-def _response(answer: Answer, client_id: str | None, more: Sequence[tuple[bytes, bytes]] = ()) -> web.Response:
-    headers = CIMultiDict((k.decode("latin-1"), v.decode("latin-1")) for k, v in (*answer.headers, *more))
-    if client_id is not None:
-        headers["X-Request-Id"] = client_id
-    return web.Response(status=answer.status, body=answer.body, headers=headers)

@@ -33,12 +33,17 @@ class Admission:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self) -> None:
-        """Wait for a place; whoever gets one must ``leave``. Raises Failure(429) if as many as may wait do so already."""
+    def try_enter(self) -> bool:
+        """Take a place if one is free; whoever gets one must ``leave``."""
         if self.limit and (self.running >= self.limit or self._waiting):
+            return False
+        self.running += 1
+        return True
+
+    async def enter(self) -> None:
+        """Wait for a place, as ``try_enter``. Raises Failure(429) if as many as may wait do so already."""
+        if not self.try_enter():
             await self._wait()
-        else:
-            self.running += 1
 
     def leave(self) -> None:
         self.running -= 1

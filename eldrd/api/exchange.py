@@ -1,0 +1,166 @@
+"""One request of a client and its answer: whole, or relayed from a worker. Writes HTTP, reads none, decides nothing."""
+
+from __future__ import annotations
+
+import time
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+import httptools
+
+from eldrd.api.errors import error_body
+from eldrd.handoff.failure import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from eldrd.api.http import HttpConnection
+    from eldrd.fleet.framing import BodyTracker, Head
+    from eldrd.handoff.answer import Answer, Flow
+
+_REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
+_NO_FIELDS: Final[tuple[tuple[bytes, bytes], ...]] = ()
+
+
+class Exchange:
+    """A request, and the client's side of its answer (handoff.answer.Client).
+
+    path: without the query; headers: lower-case names to their first values; failure: what the request is answered with,
+    however it goes on; keep_alive: whether the connection may serve another request after this one; extra: further fields
+    of the answer; client_id: the X-Request-Id of the answer; stream: whether the client expects events.
+    """
+
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "body",
+        "client_id",
+        "extra",
+        "failure",
+        "headers",
+        "http11",
+        "keep_alive",
+        "method",
+        "path",
+        "stream",
+        "url",
+    )
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self._connection = connection
+        self.method = ""
+        self.url = b""
+        self.path = ""
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.http11 = True
+        self.keep_alive = True
+        self.failure: Failure | None = None
+        self.extra: Sequence[tuple[bytes, bytes]] = _NO_FIELDS
+        self.client_id: str | None = None
+        self.stream = False
+        self._chunked = False
+
+    # -- a whole answer -----------------------------------------------------------------------------------------------------
+
+    def respond(self, answer: Answer) -> None:
+        """Write an answer that is all here. Raises ConnectionResetError if the client is gone."""
+        lines = self._fields(answer.status, _REASONS.get(answer.status, b""), answer.headers)
+        body = answer.body
+        if answer.status != 204:
+            lines.append(b"content-length: %d" % len(body))
+        self._connection.transport.write(self._ended(lines, b"" if self.method == "HEAD" else body))
+
+    def _fields(self, status: int, reason: bytes, headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+        lines = [b"HTTP/1.1 %d %b" % (status, reason)]
+        dated = False
+        for name, value in headers:
+            if name == b"x-request-id" and self.client_id is not None:
+                continue
+            dated = dated or name == b"date"
+            lines.append(b"%b: %b" % (name, value))
+        for name, value in self.extra:
+            lines.append(b"%b: %b" % (name, value))
+        if not dated:
+            lines.append(_date())
+        if self.client_id is not None:
+            lines.append(b"x-request-id: " + self.client_id.encode("latin-1", "replace"))
+        return lines
+
+    def _ended(self, lines: list[bytes], body: bytes) -> bytes:
+        """The head's last fields, and the body."""
+        if self._connection.closing:
+            self.keep_alive = False
+        if not self.keep_alive:
+            lines.append(b"connection: close")
+        elif not self.http11:
+            lines.append(b"connection: keep-alive")
+        lines.append(b"\r\n" + body)
+        return b"\r\n".join(lines)
+
+    # -- a relay (handoff.answer.Client) ------------------------------------------------------------------------------------
+
+    def can_relay(self, tracker: BodyTracker) -> bool:
+        return self.http11 or not tracker.chunked
+
+    def start(
+        self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]], body: bytes = b""
+    ) -> Callable[[bytes], object]:
+        transport = self._connection.transport
+        lines = self._fields(head.status, head.reason, headers)
+        if tracker.chunked:
+            self._chunked = True
+            lines.append(b"transfer-encoding: chunked")
+        elif tracker.length is not None:
+            lines.append(b"content-length: %d" % tracker.length)
+        if tracker.ends_with_connection:
+            self.keep_alive = False
+        transport.write(self._ended(lines, body))
+        return transport.write
+
+    def attach(self, flow: Flow) -> None:
+        self._connection.upstream = flow
+        if self._connection.writing_paused:
+            flow.pause()
+
+    def detach(self) -> None:
+        self._connection.upstream = None
+
+    def fail(self, message: str, *, whole_events: bool) -> None:
+        try:
+            transport = self._connection.transport
+        except ConnectionResetError:
+            return
+        self.keep_alive = False
+        if self._chunked and self.stream and whole_events:
+            event = b"data: %b\n\n" % error_body(Failure(502, "BadGatewayError", message, outcome="decode_lost"))
+            transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+            transport.close()
+        else:
+            # Inside a chunk or a body of declared length only an abrupt end says that it is not whole.
+            transport.abort()
+
+
+def path_of(url: bytes) -> str:
+    """The path as it came, percent-encoding included, without the query; empty if there is none (RFC 9112, 3.2)."""
+    if not url.startswith(b"/"):
+        try:
+            url = httptools.parse_url(url).path or b"/"
+        except httptools.HttpParserError:
+            return ""
+    return url.partition(b"?")[0].decode("latin-1")
+
+
+_second = 0
+_line = b""
+
+
+def _date() -> bytes:
+    """The Date field (RFC 9110, 6.6.1), made once a second."""
+    global _second, _line
+    now = int(time.time())
+    if now != _second:
+        _second = now
+        _line = b"date: " + formatdate(now, usegmt=True).encode()
+    return _line

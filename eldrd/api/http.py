@@ -1,0 +1,402 @@
+"""HTTP/1.1 on the listener (RFC 9112): connections, and the exchanges that their bytes make. Knows no path, routes nothing.
+
+httptools (llhttp) judges the bytes. What it is too strict or silent about is settled here: an Upgrade that nobody asked
+for is ignored (RFC 9110, 7.8), trailers are dropped, heads and bodies are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+import httptools
+
+from eldrd.api.errors import error_answer, too_large
+from eldrd.api.exchange import Exchange, path_of
+from eldrd.handoff.failure import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from eldrd.handoff.answer import Flow
+
+MAX_HEAD: Final = 65_536
+# Between two reads of one request, and until an answer of eldrd's own has been taken.
+STALLED_S: Final = 60.0
+# After an answer that came before the end of the request, for the client to read it.
+_LINGER_S: Final = 5.0
+_VERSIONS: Final = ("1.1", "1.0")
+_UPGRADE: Final = ("upgrade", "connection", "http2-settings")
+
+
+class Handler(Protocol):
+    """What the server asks of the application."""
+
+    def limit(self) -> int:
+        """The largest body in bytes."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """The head is here; setting ``exchange.failure`` keeps the body from being stored."""
+
+    def handle(self, exchange: Exchange) -> Coroutine[Any, Any, bool] | None:
+        """The request is here: answer it at once, or return what will, and says whether the connection can be kept."""
+
+    def malformed(self) -> None:
+        """Something came that is no HTTP."""
+
+    def abandoned(self, exchange: Exchange) -> None:
+        """The client went away before all of its request had come."""
+
+
+class HttpServer:
+    """The listener's connections, for ``loop.create_server``. keepalive_s: how long an idle one is kept."""
+
+    def __init__(self, handler: Handler, keepalive_s: float) -> None:
+        self.handler = handler
+        self.loop = asyncio.get_running_loop()
+        self.connections: set[HttpConnection] = set()
+        # Answers end their connections from now on.
+        self.closing = False
+        self._keepalive_s = keepalive_s
+        self._interval_s = max(0.01, min(1.0, keepalive_s / 4))
+        self._timer = self.loop.call_later(self._interval_s, self._sweep)
+
+    def __call__(self) -> HttpConnection:
+        return HttpConnection(self)
+
+    def pre_shutdown(self) -> None:
+        """Close idle connections; the others close with their answer."""
+        self.closing = True
+        for connection in list(self.connections):
+            if connection.idle:
+                connection.close()
+
+    async def shutdown(self, timeout_s: float) -> None:
+        """End what is still served, let written answers leave for up to ``timeout_s``, then close everything."""
+        self.pre_shutdown()
+        for connection in list(self.connections):
+            connection.end()
+        deadline = self.loop.time() + timeout_s
+        while self.connections and self.loop.time() < deadline:  # noqa: ASYNC110, the end is no hot path
+            await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.abort()
+        self._timer.cancel()
+
+    def _sweep(self) -> None:
+        """One timer for all connections: a timer each would cost every request."""
+        now = self.loop.time()
+        for connection in list(self.connections):
+            connection.check(now, self._keepalive_s)
+        self._timer = self.loop.call_later(self._interval_s, self._sweep)
+
+
+class HttpConnection(asyncio.Protocol):
+    """One client. Requests are served one after another; those that come early wait, and reading stops meanwhile.
+
+    upstream: whose bytes are being relayed to this client, paused while it does not read.
+    """
+
+    __slots__ = (
+        "_exchange",
+        "_head_bytes",
+        "_in_head",
+        "_lingering",
+        "_parser",
+        "_parts",
+        "_paused_reading",
+        "_queue",
+        "_server",
+        "_since",
+        "_size",
+        "_task",
+        "_transport",
+        "upstream",
+        "writing_paused",
+    )
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._task: asyncio.Task[None] | None = None
+        # None: what came cannot be read; nothing can follow it.
+        self._queue: collections.deque[Exchange | None] | None = None
+        self._exchange: Exchange | None = None
+        self._in_head = False
+        self._head_bytes = 0
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._lingering = False
+        self._paused_reading = False
+        self._since = server.loop.time()
+        self.upstream: Flow | None = None
+        self.writing_paused = False
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """Raises ConnectionResetError once the client is gone."""
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError
+        return self._transport
+
+    @property
+    def closing(self) -> bool:
+        """Whether the server is going: no answer may promise to keep the connection."""
+        return self._server.closing
+
+    @property
+    def idle(self) -> bool:
+        return self._task is None and self._exchange is None and not self._lingering
+
+    # -- asyncio.Protocol ---------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        self._server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002, asyncio's signature
+        self._transport = None
+        self._server.connections.discard(self)
+        if self._exchange is not None and not self._in_head:
+            self._server.handler.abandoned(self._exchange)
+        self._exchange = self._queue = None
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        self.writing_paused = True
+        if self.upstream is not None:
+            self.upstream.pause()
+
+    def resume_writing(self) -> None:
+        self.writing_paused = False
+        self._since = self._server.loop.time()
+        if self.upstream is not None:
+            self.upstream.resume()
+        elif self._task is None:
+            self._next()
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data, upgrade.args[0])
+        except httptools.HttpParserError as e:
+            # One that a callback of ours raised is wrapped.
+            inner = e.__context__
+            if inner is not None and not isinstance(inner, httptools.HttpParserError):
+                raise inner from None
+            self._malformed()
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD:
+                self._malformed(431)
+
+    # -- httptools ----------------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._exchange = Exchange(self)
+        self._in_head = True
+        self._head_bytes = 0
+        self._since = self._server.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # After the body these are trailers.
+        if self._in_head and self._exchange is not None:
+            key = name.decode("latin-1").lower()
+            self._exchange.headers.setdefault(key, value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        exchange = self._exchange
+        self._in_head = False
+        if exchange is None:
+            return
+        parser = self._parser
+        exchange.method = parser.get_method().decode("latin-1")
+        version = parser.get_http_version()
+        exchange.http11 = version == "1.1"
+        exchange.keep_alive = parser.should_keep_alive()
+        exchange.path = path_of(exchange.url)
+        self._parts = []
+        self._size = 0
+        if version not in _VERSIONS:
+            # Answered as whatever cannot be read.
+            raise httptools.HttpParserError(version)
+        if parser.should_upgrade():
+            return
+        handler = self._server.handler
+        handler.begin(exchange)
+        length = exchange.headers.get("content-length")
+        limit = handler.limit()
+        if length is not None and int(length) > limit and exchange.failure is None:
+            exchange.failure = too_large(limit)
+        if exchange.headers.get("expect", "").lower() == "100-continue":
+            if exchange.failure is not None:
+                self._refuse(exchange)
+            elif self._task is None and self._transport is not None:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif exchange.failure is not None and length is not None and int(length) > limit:
+            self._refuse(exchange)
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return
+        self._since = self._server.loop.time()
+        self._size += len(body)
+        if self._size > (limit := self._server.handler.limit()):
+            exchange.failure = exchange.failure or too_large(limit)
+            self._parts = []
+            self._refuse(exchange)
+        elif exchange.failure is None:
+            self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        exchange = self._exchange
+        if exchange is None or self._parser.should_upgrade():
+            return
+        self._exchange = None
+        parts = self._parts
+        exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        self._take(exchange)
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    def _take(self, exchange: Exchange | None) -> None:
+        """Serve what has come, or let it wait for its turn."""
+        if self._task is None and not self.writing_paused and self._queue is None:
+            self._serve(exchange)
+            return
+        if self._queue is None:
+            self._queue = collections.deque()
+        self._queue.append(exchange)
+        if not self._paused_reading and self._transport is not None:
+            self._paused_reading = True
+            self._transport.pause_reading()
+
+    def _serve(self, exchange: Exchange | None) -> None:
+        if exchange is None:
+            self._answer_malformed(400)
+            return
+        if self._transport is None or self._transport.is_closing():
+            return
+        coroutine = self._server.handler.handle(exchange)
+        if coroutine is None:
+            self._over(keep=exchange.keep_alive)
+        else:
+            self._task = self._server.loop.create_task(self._run(coroutine))
+
+    async def _run(self, coroutine: Coroutine[Any, Any, bool]) -> None:
+        keep = False
+        try:
+            keep = await coroutine
+        except (asyncio.CancelledError, ConnectionError):
+            # The client is gone, or the server goes; the application has taken note.
+            pass
+        finally:
+            self._task = None
+            self._over(keep=keep)
+            self._next()
+
+    def _over(self, *, keep: bool) -> None:
+        self._since = self._server.loop.time()
+        if self._transport is not None and not self._lingering and not (keep and not self._server.closing):
+            self._queue = None
+            self._transport.close()
+
+    def _next(self) -> None:
+        while self._queue and self._task is None and not self.writing_paused:
+            self._serve(self._queue.popleft())
+        if self._queue is not None and not self._queue and self._task is None and not self.writing_paused:
+            self._queue = None
+            if self._paused_reading and self._transport is not None and not self._transport.is_closing():
+                self._paused_reading = False
+                self._transport.resume_reading()
+
+    def _refuse(self, exchange: Exchange) -> None:
+        """Answer before the end of the request, whose rest is not read."""
+        exchange.keep_alive = False
+        self._exchange = None
+        self._lingering = True
+        self._take(exchange)
+
+    def _malformed(self, status: int = 400) -> None:
+        self._exchange = None
+        self._in_head = False
+        if self._lingering:
+            return
+        self._server.handler.malformed()
+        if self._task is None and self._queue is None:
+            self._answer_malformed(status)
+        else:
+            self._lingering = True
+            self._take(None)
+
+    def _answer_malformed(self, status: int) -> None:
+        self._lingering = True
+        self._since = self._server.loop.time()
+        if self._transport is not None and not self._transport.is_closing():
+            exchange = Exchange(self)
+            exchange.keep_alive = False
+            failure = Failure(status, "BadRequestError", "The request is not well-formed HTTP.", outcome="malformed")
+            exchange.respond(error_answer(failure))
+
+    def _ignore_upgrade(self, data: bytes, offset: int) -> None:
+        """The parser stops at a request to switch protocols: give it the same head again without that."""
+        exchange = self._exchange
+        self._exchange = None
+        if exchange is None:
+            return
+        self._parser = httptools.HttpRequestParser(self)
+        if exchange.method == "CONNECT":
+            self._malformed()
+            return
+        lines = [b"%b %b HTTP/1.%d" % (exchange.method.encode(), exchange.url, exchange.http11)]
+        for name, value in exchange.headers.items():
+            if name not in _UPGRADE:
+                lines.append(f"{name}: {value}".encode("utf-8", "surrogateescape"))
+        if not exchange.keep_alive:
+            lines.append(b"connection: close")
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + data[offset:])
+
+    # -- ends ---------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close once everything written has left."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def end(self) -> None:
+        """Cancel what is served; the connection closes."""
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def check(self, now: float, keepalive_s: float) -> None:
+        """Close what has been idle or has stalled for too long. A relay is the IdleWatch's."""
+        waited = now - self._since
+        if self._task is not None:
+            return
+        if self._lingering:
+            if waited > _LINGER_S:
+                self.abort()
+        elif self.writing_paused or self._exchange is not None:
+            if waited > STALLED_S:
+                self.abort()
+        elif waited > keepalive_s:
+            self.close()
