@@ -30,7 +30,7 @@ class Retries:
         self._health = settings.health
         self._metrics = metrics
         self._record = record
-        self._tried: set[Worker] = set()
+        self._tried: tuple[Worker, ...] = ()
 
     def usable(self, pool: Pool) -> NDArray[np.bool_]:
         """bool [W]: the pool's usable workers that have not failed this request."""
@@ -52,7 +52,7 @@ class Retries:
         """Tell the breaker of a failed exchange. A stale connection is nobody's fault, a stalled client not D's."""
         if not e.stale and e.cause != "stalled":
             worker.failed(self._health.failures, self._health.open_s, unreachable=e.phase == "connect")
-            self._tried.add(worker)
+            self._tried += (worker,)
 
     def again(self, role: str, e: UpstreamError) -> None:
         """Spend one try, or raise what the client gets. A stale connection costs none: its successor is new."""

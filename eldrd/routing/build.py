@@ -138,6 +138,5 @@ def build_prefill(name: str, *, workers: Sequence[str]) -> PrefillPolicy:
 
 def warm_up() -> None:
     """Compile every policy's kernels, so that no request waits for it. Seconds when cold."""
-    load.warm_up()
     locality.warm_up()
     union.warm_up()

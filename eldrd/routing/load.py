@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
-from typing import TYPE_CHECKING, Any, ClassVar
+from bisect import bisect_left
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from numba import njit
 
 from eldrd.routing.policy import Decision, NoWorkerError, Policy
 
@@ -56,7 +57,8 @@ class RoundRobin(Policy):
         """See Policy; the request is not looked at."""
         del counts, tokens, label
         rows = usable_rows(usable)
-        worker = next((row for row in rows if row >= self._next), rows[0])
+        place = bisect_left(rows, self._next)
+        worker = rows[place] if place < len(rows) else rows[0]
         self._next = worker + 1
         return Decision(worker, float(in_flight[worker]), len(rows), self.name)
 
@@ -83,12 +85,21 @@ class ShortestQueue(Policy):
 
     def choose_because(self, reason: str, in_flight: NDArray[np.int32], usable: NDArray[np.bool_]) -> Decision:
         """``choose`` for another policy's fallback, with its reason on the decision."""
-        in_flight, usable = compiled_inputs(in_flight, usable)
-        worker, candidates = _fewest(in_flight, usable, self._next)
-        if worker < 0:
-            raise NoWorkerError
+        # Lists: for the few numbers there are, entering a kernel takes longer than all of this.
+        loads, up = in_flight.tolist(), usable.tolist()
+        if len(loads) != len(up):
+            raise _sizes(in_flight, usable)
+        candidates = len(up)
+        if False in up:
+            candidates = up.count(True)
+            if not candidates:
+                raise NoWorkerError
+            loads = [load if ok else math.inf for load, ok in zip(loads, up, strict=True)]
+        fewest = min(loads)
+        start = self._next
+        worker = loads.index(fewest, start) if fewest in loads[start:] else loads.index(fewest)
         self._next = worker + 1
-        return Decision(worker, float(in_flight[worker]), candidates, reason)
+        return Decision(worker, float(fewest), candidates, reason)
 
 
 class PowerOfTwo(Policy):
@@ -129,7 +140,7 @@ def compiled_inputs(
     """Both arrays as the kernels were compiled for them: a read-only or strided one would compile on the event loop.
     Raises ValueError if they are not [W] both, which the kernels do not check."""
     if in_flight.ndim != 1 or in_flight.shape != usable.shape:
-        raise ValueError(f"in_flight is {in_flight.shape} and usable {usable.shape}, expected [W] both")
+        raise _sizes(in_flight, usable)
     if in_flight.dtype != np.int32 or not in_flight.flags.carray:
         in_flight = np.array(in_flight, np.int32)
     if usable.dtype != np.bool_ or not usable.flags.carray:
@@ -137,21 +148,5 @@ def compiled_inputs(
     return in_flight, usable
 
 
-def warm_up() -> None:
-    """Compile (or load from Numba's cache on disk) what this module runs."""
-    ShortestQueue().choose(np.zeros(2, np.int32), np.ones(2, np.bool_))
-
-
-@njit(cache=True)
-def _fewest(in_flight: Any, usable: Any, start: Any) -> Any:
-    """(row, usable rows): the first row with the fewest in flight from ``start`` on, wrapping; row -1 if none."""
-    best = -1
-    candidates = 0
-    workers = in_flight.size
-    for i in range(workers):
-        row = (start + i) % workers
-        if usable[row]:
-            candidates += 1
-            if best < 0 or in_flight[row] < in_flight[best]:
-                best = row
-    return best, candidates
+def _sizes(in_flight: NDArray[np.int32], usable: NDArray[np.bool_]) -> ValueError:
+    return ValueError(f"in_flight is {in_flight.shape} and usable {usable.shape}, expected [W] both")

@@ -57,6 +57,8 @@ class PrefixHash:
         self._points = [point for point, _ in ring]
         self._rows = [row for _, row in ring]
         self._least_loaded = ShortestQueue()
+        # The owner of everything, and never above the average.
+        self._lonely = len(workers) == 1 and gate >= 1
 
     def choose(self, key: bytes, in_flight: NDArray[np.int32], usable: NDArray[np.bool_]) -> Decision:
         """The owner of ``key``'s first block_bytes, or the least loaded worker if the owner is above the gate.
@@ -67,10 +69,14 @@ class PrefixHash:
         score is the chosen worker's in flight. Raises NoWorkerError if no worker is usable.
         """
         up, loads = usable.tolist(), in_flight.tolist()
-        total = sum(load for load, ok in zip(loads, up, strict=True) if ok) + 1
-        count = sum(up)
-        if not count:
-            raise NoWorkerError
+        if self._lonely and True in up:
+            return Decision(0, float(loads[0]), 1, PREFIX)
+        count, total = len(up), sum(loads) + 1
+        if False in up:
+            count = up.count(True)
+            if not count:
+                raise NoWorkerError
+            total = sum([load for load, ok in zip(loads, up, strict=True) if ok]) + 1
         start = bisect_right(self._points, _hash(key[: self._block_bytes]))
         owner = self._rows[start % len(self._rows)]
         reason = PREFIX

@@ -92,6 +92,19 @@ def test_fallbacks_are_jsq_with_a_reason() -> None:
             policy.choose(in_flight, np.zeros(3, np.bool_), counts)
 
 
+def test_read_only_and_strided_views_compile_nothing() -> None:
+    policy = LocalityBand(partition(3), ["d0", "d1", "d2"], 0.1)
+    in_flight, usable = np.array([2, 9, 1, 9, 0, 9], np.int32)[::2], np.ones(6, np.bool_)[::2]
+    counts = np.arange(16, dtype=np.int32)[::2]
+    expected = policy.choose(in_flight.copy(), usable.copy(), counts.copy())
+    before = len(locality._band.signatures)
+    for array in (in_flight, usable, counts):
+        array.flags.writeable = False
+    assert policy.choose(in_flight, usable, counts) == expected
+    assert policy.choose(in_flight.astype(np.int64), usable, counts) == expected
+    assert len(locality._band.signatures) == before
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="the partition has workers the fleet lacks: d1"):
         LocalityBand(partition(2), ["d0"], 0.1)

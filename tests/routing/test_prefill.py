@@ -90,6 +90,20 @@ def test_gate(fleet: list[tuple[int, bool]], key: bytes) -> None:
         assert usable[decision.worker]
 
 
+@pytest.mark.parametrize("gate", [0.5, 1.0, 1.25])
+@pytest.mark.parametrize("load", [0, 1, 7])
+def test_a_worker_alone_gets_everything(gate: float, load: int) -> None:
+    """What two workers decide where the second is down, but for what that is called."""
+    alone, two = PrefixHash(["p0"], gate=gate), PrefixHash(["p0", "p1"], gate=gate)
+    for key in KEYS[:20]:
+        own = alone.choose(key, np.array([load], np.int32), np.array([True]))
+        other = two.choose(key, np.array([load, 99], np.int32), np.array([True, False]))
+        assert own[:3] == other[:3]
+        assert own.reason == ("gate" if other.reason == "gate" else "prefix")
+    with pytest.raises(NoWorkerError):
+        alone.choose(KEYS[0], np.zeros(1, np.int32), np.array([False]))
+
+
 @pytest.mark.parametrize(("name", "reason"), [("prefix_hash", "down"), ("jsq", "jsq"), ("round_robin", "round_robin")])
 def test_policies_by_name(name: str, reason: str) -> None:
     policy = build_prefill(name, workers=["p0", "p1"])
