@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from eldrd.fleet.events import ChunkDecoder, EventSplitter
-from eldrd.fleet.framing import BodyTracker, FramingError, Head, dechunk, parse_head
+from eldrd.fleet.framing import BodyTracker, FramingError, Head, dechunk, parse_new_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +100,7 @@ def check(data: bytes, cuts: list[int]) -> None:
 def check_head(data: bytes) -> None:
     """Nothing but FramingError comes of any bytes, and what is accepted holds no line end."""
     try:
-        head = parse_head(data)
+        head = parse_new_head(data)
         BodyTracker(head)
     except FramingError:
         return
@@ -123,7 +123,7 @@ def main() -> None:
     import atheris
 
     checked: list[Callable[..., object]] = [
-        parse_head,
+        parse_new_head,
         dechunk,
         BodyTracker.feed,
         BodyTracker._chunks,

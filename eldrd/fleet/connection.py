@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, dechunk, parse_head
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from eldrd.fleet.pool import ConnectionPool
+
+
+_T = TypeVar("_T")
+# Requests up to this size leave in one piece.
+_JOINED: Final = 65_536
 
 
 class UpstreamError(ConnectionError):
@@ -36,17 +41,19 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_complete",
+        "_deadline",
         "_done",
         "_early",
         "_head",
         "_held",
         "_idle_since",
-        "_loop",
-        "_parts",
+        "_limit",
         "_pool",
         "_reusable",
         "_sink",
+        "_size",
         "_with_body",
+        "loop",
         "paused",
         "pieces",
         "reused",
@@ -59,7 +66,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: ConnectionPool, loop: asyncio.AbstractEventLoop) -> None:
         self._pool = pool
-        self._loop = loop
+        self.loop = loop
         self.transport: asyncio.Transport | None = None
         self.tracker: BodyTracker | None = None
         self.paused = False
@@ -72,14 +79,18 @@ class Connection(asyncio.Protocol):
         self._reusable = False
         # The message has been received to its end.
         self._complete = False
+        # What nobody has taken yet; its size and how large it may become count once it is collected.
         self._held: list[bytes] = []
-        self._parts: list[bytes] = []
+        self._size = 0
+        self._limit = 0
         self._sink: Callable[[bytes], object] | None = None
         self._head: asyncio.Future[Head] | None = None
         # A head that waits for the first bytes of its body, and whether it has to.
         self._early: Head | None = None
         self._with_body = False
         self._done: asyncio.Future[None] | None = None
+        # When the wait for a head or a whole body is over; the pool's watch looks at it.
+        self._deadline = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclasses of asyncio's.
@@ -88,33 +99,56 @@ class Connection(asyncio.Protocol):
     async def send(self, parts: Sequence[bytes], timeout_s: float, *, with_body: bool = False) -> Head:
         """Write a request and wait for the head of its final answer, ``with_body`` also for the first bytes of the body,
         which ``peek`` then shows. Raises UpstreamError(first_byte)."""
-        if self.transport is None or self.transport.is_closing():
+        transport = self.transport
+        if transport is None or transport.is_closing():
             raise UpstreamError("first_byte", "reset", answered=False, stale=self.reused)
         self.tracker = None
         self._reusable = False
         self._complete = False
         self._sink = None
+        self._limit = 0
         self._held = []
         self._early = None
         self._with_body = with_body
-        self._head = self._loop.create_future()
-        self._done = self._loop.create_future()
-        self.transport.writelines(parts)
-        return await self.head(timeout_s)
+        loop = self.loop
+        head: asyncio.Future[Head] = loop.create_future()
+        self._head = head
+        self._done = loop.create_future()
+        # One piece takes one system call; a large body is not copied for that.
+        if len(parts) > 1 and sum(map(len, parts)) > _JOINED:
+            transport.writelines(parts)
+        else:
+            transport.write(b"".join(parts))
+        self._deadline = loop.time() + timeout_s
+        self._pool.waiting(self)
+        try:
+            return await head
+        finally:
+            self._pool.waits.pop(self, None)
 
     async def head(self, timeout_s: float) -> Head:
-        """Wait for the head of the answer, also once more after the first wait was cancelled. Raises as ``send``."""
+        """Wait for the head once more after a wait was cancelled. Raises as ``send``."""
         head = self._head
         assert head is not None
         if head.cancelled():
             if self.transport is None or self.transport.is_closing():
                 raise UpstreamError("first_byte", "reset", answered=False)
-            self._head = head = self._loop.create_future()
-        timer = self._loop.call_later(timeout_s, self._fail, "timeout")
-        try:
-            return await head
-        finally:
-            timer.cancel()
+            self._head = head = self.loop.create_future()
+        return await self._until(head, timeout_s)
+
+    async def _until(self, future: asyncio.Future[_T], timeout_s: float) -> _T:
+        if not future.done():
+            self._deadline = self.loop.time() + timeout_s
+            self._pool.waiting(self)
+            try:
+                await future
+            finally:
+                self._pool.waits.pop(self, None)
+        return future.result()
+
+    def overdue(self, now: float) -> bool:
+        """Whether what is being waited for should have come by now."""
+        return now >= self._deadline
 
     def peek(self) -> bytes:
         """The body's bytes that have come before ``collect`` or ``relay``, framing included."""
@@ -128,27 +162,14 @@ class Connection(asyncio.Protocol):
         if done.cancelled():
             if self.transport is None or self.transport.is_closing():
                 raise UpstreamError("body", "reset", answered=True)
-            self._done = done = self._loop.create_future()
-        if self._sink is None:
-            parts = self._parts = []
-            total = 0
-
-            def take(data: bytes) -> None:
-                nonlocal total
-                total += len(data)
-                if total > limit:
-                    self._fail("too_large")
-                parts.append(data)
-
-            self._attach(take)
-        if not done.done():
-            timer = self._loop.call_later(timeout_s, self._fail, "timeout")
-            try:
-                await done
-            finally:
-                timer.cancel()
-        done.result()
-        body = b"".join(self._parts)
+            self._done = done = self.loop.create_future()
+        if not self._limit:
+            self._limit = limit
+            self._size = sum(map(len, self._held))
+            if self._size > limit:
+                self._fail("too_large")
+        await self._until(done, timeout_s)
+        body = b"".join(self._held)
         return dechunk(body) if self.tracker is not None and self.tracker.chunked else body
 
     def relay(self, write: Callable[[bytes], object]) -> asyncio.Future[None]:
@@ -191,15 +212,16 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """The exchange is over: keep the connection for the next one if the message ended as it should, else close it."""
-        self.resume()
+        if self.paused:
+            self.resume()
         self._sink = None
-        self._parts = []
+        self._held = []
         self.tail.clear()
         if self._complete and self._reusable and self.transport is not None:
             self.reused = True
             self._reusable = False
-            self._idle_since = self._loop.time()
-            self._pool.put(self)
+            self._idle_since = now = self.loop.time()
+            self._pool.put(self, now)
         else:
             self.abort()
 
@@ -243,9 +265,16 @@ class Connection(asyncio.Protocol):
             except RuntimeError:
                 self._sink = _nowhere
         else:
-            self._held.append(data)
+            self._hold(data)
             if self._early is not None:
                 self._answer(self._early)
+
+    def _hold(self, data: bytes) -> None:
+        self._held.append(data)
+        if self._limit:
+            self._size += len(data)
+            if self._size > self._limit:
+                self._fail("too_large")
 
     def _answer(self, head: Head) -> None:
         self._early = None
@@ -265,7 +294,7 @@ class Connection(asyncio.Protocol):
             if self._sink is not None:
                 self._give(data)
             else:
-                self._held.append(data)
+                self._hold(data)
         self._reusable = self._reusable and not extra
         self._complete = True
         if self._early is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from eldrd.fleet.framing import FramingError
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from eldrd.fleet.framing import BodyTracker, Head
 
 DONE: Final = b"[DONE]"
+_BLANK_LINE = re.compile(rb"(?:\r?\n){2}")
 _MAX_LINE: Final = 4_096
 
 
@@ -69,12 +71,13 @@ class EventSplitter:
 
     def feed(self, payload: bytes) -> list[bytes]:
         """The data of each event that the next piece completes."""
-        *whole, self._rest = (self._rest + payload).replace(b"\r\n", b"\n").split(b"\n\n")
+        # What is kept stays as it came: a line feed's return may be half of what follows.
+        *whole, self._rest = _BLANK_LINE.split(self._rest + payload)
         return [data for event in whole if (data := _data(event))]
 
 
 def _data(event: bytes) -> bytes:
-    lines = (line for line in event.split(b"\n") if line.startswith(b"data:"))
+    lines = (line for line in event.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data:"))
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
 
 

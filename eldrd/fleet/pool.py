@@ -10,6 +10,8 @@ from eldrd.fleet.connection import Connection, UpstreamError
 
 # uvicorn, which serves vLLM, closes idle connections after 5 s; ours must be gone before.
 MAX_IDLE_S = 4.0
+# How late a timeout may be noticed.
+_LOOK_S = 0.05
 
 
 class ConnectionPool:
@@ -27,18 +29,29 @@ class ConnectionPool:
         # A dict for its order, oldest first, and because any of them may have to be taken out.
         self._idle: dict[Connection, None] = {}
         self._closed = False
+        self._look_at = 0.0
+        # Those with an exchange that has to make progress by a certain time.
+        self.waits: dict[Connection, None] = {}
+        self._watching = False
 
-    async def get(self) -> Connection:
-        """An idle connection, or a new one. Raises UpstreamError(connect)."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+    def pop(self) -> Connection | None:
+        """An idle connection, None if there is none that can be used."""
         while self._idle:
             c, _ = self._idle.popitem()
             if c.transport is None or c.transport.is_closing():
                 continue
-            if c.idle_for(now) < MAX_IDLE_S:
+            if c.idle_for(c.loop.time()) < MAX_IDLE_S:
                 return c
             c.abort()
+        return None
+
+    async def get(self) -> Connection:
+        """An idle connection, or a new one. Raises UpstreamError(connect)."""
+        return self.pop() or await self.connect()
+
+    async def connect(self) -> Connection:
+        """A new connection. Raises UpstreamError(connect)."""
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.connect_timeout_s):
                 _, connection = await loop.create_connection(
@@ -53,15 +66,36 @@ class ConnectionPool:
     def __contains__(self, connection: object) -> bool:
         return connection in self._idle
 
-    def put(self, connection: Connection) -> None:
+    def put(self, connection: Connection, now: float) -> None:
+        """Keep an idle connection; ``now``: its loop's time."""
         if self._closed:
             connection.abort()
             return
         self._idle[connection] = None
-        now = asyncio.get_running_loop().time()
-        while (oldest := next(iter(self._idle))).idle_for(now) > MAX_IDLE_S:
-            del self._idle[oldest]
-            oldest.abort()
+        if now >= self._look_at:
+            self._look_at = now + MAX_IDLE_S / 4
+            for oldest in list(self._idle):
+                if oldest.idle_for(now) <= MAX_IDLE_S:
+                    break
+                del self._idle[oldest]
+                oldest.abort()
+
+    def waiting(self, connection: Connection) -> None:
+        """Fail the connection's exchange once it is overdue, unless it leaves ``waits`` before. One timer for all of a
+        worker's connections: a timer each would cost every request twice."""
+        self.waits[connection] = None
+        if not self._watching:
+            self._watching = True
+            connection.loop.call_later(_LOOK_S, self._look, connection.loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for connection in [c for c in self.waits if c.overdue(now)]:
+            self.waits.pop(connection, None)
+            connection.stall("timeout")
+        self._watching = bool(self.waits)
+        if self.waits:
+            loop.call_later(_LOOK_S, self._look, loop)
 
     def drop(self, connection: Connection) -> None:
         # One in use is not in there; an idle one that the worker closed is.
