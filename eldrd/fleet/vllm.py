@@ -41,7 +41,9 @@ def prefill_body(fields: dict[str, Any], eldr_id: str, *, hand_off: bool) -> byt
     ``hand_off`` asks the transfer connector to keep the KV for a decode worker; without it the answer is final.
     A positive min_tokens becomes 1, which still forbids an end at the first token; more would be refused by vLLM.
     """
-    body = {k: v for k, v in fields.items() if k not in _DROPPED_ON_PREFILL}
+    body = fields.copy()
+    for name in _DROPPED_ON_PREFILL:
+        body.pop(name, None)
     body["max_tokens"] = 1
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
@@ -72,19 +74,27 @@ def release_body(params: dict[str, Any]) -> bytes:
 
 def parsed(body: bytes, *, chat: bool) -> dict[str, Any]:
     """A prefill answer with one choice at least, each with its text (chat: message). Raises ValueError for anything else."""
-    answer = orjson.loads(body)
+    answer: dict[str, Any] = orjson.loads(body)
     try:
         usage = answer.get("usage") or {}
-        counts = [usage.get("prompt_tokens"), usage.get("completion_tokens")]
-        counts.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
-        whole = all(c is None or type(c) is int for c in counts) and len(answer["choices"]) > 0
+        details = usage.get("prompt_tokens_details") or {}
+        whole = (
+            _is_count(usage.get("prompt_tokens"))
+            and _is_count(usage.get("completion_tokens"))
+            and _is_count(details.get("cached_tokens"))
+            and len(answer["choices"]) > 0
+        )
         for choice in answer["choices"]:
             whole = whole and isinstance(choice["message"], dict) if chat else whole and isinstance(choice["text"], str)
     except (AttributeError, KeyError, TypeError):
         whole = False
     if not whole:
         raise ValueError("not a prefill answer")
-    return dict(answer)
+    return answer
+
+
+def _is_count(value: object) -> bool:
+    return value is None or type(value) is int
 
 
 def transfer_params(answer: dict[str, Any]) -> dict[str, Any] | None:
@@ -92,7 +102,7 @@ def transfer_params(answer: dict[str, Any]) -> dict[str, Any] | None:
     params = answer.get(TRANSFER)
     if not isinstance(params, dict) or not params.get("do_remote_prefill"):
         return None
-    return {k: v for k, v in params.items() if k != "eldr"}
+    return {k: v for k, v in params.items() if k != "eldr"} if "eldr" in params else params
 
 
 def finished(answer: dict[str, Any]) -> bool:
@@ -102,6 +112,10 @@ def finished(answer: dict[str, Any]) -> bool:
 
 def completion_tokens(tail: bytes) -> int | None:
     """completion_tokens of the usage object in the last bytes of an answer, None if it has none."""
+    # The last object that says it, and it is the last of all but where an answer ends in something else.
+    last = _USAGE.match(tail, max(tail.rfind(b'"usage"'), 0))
+    if last is not None:
+        return int(last[1])
     found = _USAGE.findall(tail)
     return int(found[-1]) if found else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,15 @@ def test_parsed_is_whole_or_refused(body: bytes, chat: bool) -> None:
 )
 def test_completion_tokens(tail: bytes, tokens: int | None) -> None:
     assert vllm.completion_tokens(tail) == tokens
+
+
+PIECES = (b'"usage"', b":", b" ", b"{", b"}", b'"completion_tokens":', b"7", b",", b'"prompt_tokens":3', b'"usage":{')
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map(b"".join))
+def test_completion_tokens_are_those_of_the_last_usage(tail: bytes) -> None:
+    found = re.findall(rb'"usage":\s*\{[^{}]*?"completion_tokens":\s*(\d+)', tail)
+    assert vllm.completion_tokens(tail) == (int(found[-1]) if found else None)
 
 
 # -- early streams ------------------------------------------------------------------------------------------------------
