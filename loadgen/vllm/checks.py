@@ -103,13 +103,13 @@ async def outputs(stack: Stack, lengths: Sequence[int] = LENGTHS) -> list[Output
     return found
 
 
-async def captured(stack: Stack, prompts: Mapping[str, list[int]], parallel: int, folder: Path) -> None:
+async def captured(stack: Stack, prompts: Mapping[str, str | list[int]], parallel: int, folder: Path) -> None:
     """Send labelled prompts through eldrd while it captures their signatures to ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)
     await stack.eldrd.reload(capture={"dir": str(folder)})
     room = asyncio.Semaphore(parallel)
 
-    async def one(session: aiohttp.ClientSession, label: str, ids: list[int]) -> None:
+    async def one(session: aiohttp.ClientSession, label: str, ids: str | list[int]) -> None:
         body = {"model": stack.model, "prompt": ids, "max_tokens": 4, "ignore_eos": True}
         headers = {"X-Eldrd-Label": label}
         async with room, session.post(stack.eldrd.url + "/v1/completions", json=body, headers=headers) as r:

@@ -1,7 +1,8 @@
 """prove-vllm: TPOT of the policies on real vLLM with a model whose decode is bound by expert weights, in interleaved rounds.
 
 Two decode servers, each pinned to a processor of its own, and one prefill server. A round sends the same trace under every
-policy; the figures are paired by round, so that a machine that drifts does so for all. Greedy outputs are compared too.
+policy; the figures are paired by round, so that a machine that drifts does so for all. Greedy outputs are compared too, and
+the active experts of a step that the hooks measured stand beside what the prompts' signatures let one expect.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.table import Table
 from scipy import stats
 
 from loadgen import client, report
-from loadgen.vllm import checks, demo
+from loadgen.vllm import checks, demo, experts
 from loadgen.vllm.model import ModelSpec
 from loadgen.vllm.stack import Stack, StackSpec
 
@@ -30,6 +31,13 @@ BASELINES = ("random", "round_robin", "jsq", "p2c")
 OURS = ("eldr", "union", "guarded_band")
 # 2.3 GB in bfloat16: one expert is 9.4 MB, a step of a mixed batch reads most of them.
 MODEL = ModelSpec(layers=2, hidden=2048, experts=128, topk=8, intermediate=768)
+_EXPERTS = {
+    "active experts": "active_experts",
+    "predicted": "active_experts_predicted",
+    "by the gauge": "active_experts_expected_live",
+    "requests a step": "step_requests",
+}
+_WIDTH = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class Plan:
 
 async def run(plan: Plan) -> int:
     """Run all rounds; exit status 0 if every request was answered and outputs were equal under all policies."""
-    console = Console()
+    console = Console(width=max(_WIDTH, Console().width))
     begin = time.monotonic()
     spec = StackSpec(model=MODEL, dtype="bfloat16", plain=False)
     async with Stack(plan.out, spec) as stack:
@@ -59,19 +67,29 @@ async def run(plan: Plan) -> int:
         await calibrate(stack, plan)
         runs: dict[str, list[list[client.Result]]] = {p: [] for p in (*BASELINES, *OURS)}
         pure: dict[str, list[float]] = {p: [] for p in runs}
+        steps: dict[str, list[experts.Steps]] = {p: [] for p in runs}
+        predicted: dict[str, list[float]] = {p: [] for p in runs}
         digests = {policy: await outputs(stack, policy) for policy in ("jsq", *OURS)}
         for i in range(plan.rounds):
+            traffic = plan.traffic(plan.requests, plan.output_tokens)
+            counts = await experts.signatures(stack, demo.trace(stack, traffic, 100 + i), stack.out / "capture-round")
             # Another order each round, so that nobody always follows the same neighbour.
             for policy in np.random.default_rng(i).permutation(list(runs)).tolist():
                 await use(stack, policy)
-                results, purity = await demo.measure(stack, plan.traffic(plan.requests, plan.output_tokens), 100 + i)
+                async with experts.Watch(stack) as watch:
+                    results, purity = await demo.measure(stack, traffic, 100 + i)
                 runs[policy].append(results)
                 pure[policy].append(purity)
-                tpot = median_tpot(results)
+                steps[policy].append(watch.result)
+                predicted[policy].append(experts.expected(results, counts, MODEL.topk))
                 console.print(
-                    f"round {i + 1}: {policy:13} TPOT P50 {tpot:7.2f} ms, purity {purity:.2f}", highlight=False
+                    f"round {i + 1}: {policy:13} TPOT P50 {median_tpot(results):7.2f} ms, purity {purity:.2f}, "
+                    f"active experts {watch.result.active:6.2f}, predicted {predicted[policy][-1]:6.2f}",
+                    highlight=False,
                 )
     result = figures(runs, pure)
+    for policy, row in result["policies"].items():
+        row |= experts.summary(steps[policy], predicted[policy])
     result |= {"outputs_equal": len(set(digests.values())) == 1, "wall_s": round(time.monotonic() - begin, 1)}
     report.write_json(result, plan.out / "report.json")
     console.print(_table(result))
@@ -125,16 +143,16 @@ def figures(runs: dict[str, list[list[client.Result]]], pure: dict[str, list[flo
     policies = {}
     for policy, rounds in runs.items():
         ratio = by_round[policy] / best - 1
-        low = high = float("nan")
+        interval: list[float | None] = [None, None]
         if len(ratio) > 1 and np.ptp(ratio) > 0:
-            interval = stats.bootstrap((ratio,), np.mean, rng=np.random.default_rng(0)).confidence_interval
-            low, high = interval.low, interval.high
+            found = stats.bootstrap((ratio,), np.mean, rng=np.random.default_rng(0)).confidence_interval
+            interval = [round(float(found.low), 4), round(float(found.high), 4)]
         everything = [r.tpot * 1e3 for results in rounds for r in results if r.ok]
         policies[policy] = {
             "tpot_p50_ms": round(float(np.median(by_round[policy])), 2),
             "tpot_p99_ms": round(client.percentile(everything, 99), 2),
             "against_best_baseline": round(float(ratio.mean()), 4),
-            "interval_95": [round(float(low), 4), round(float(high), 4)],
+            "interval_95": interval,
             "domain_purity": round(float(np.mean(pure[policy])), 3),
             "errors": sum(not r.ok for results in rounds for r in results),
         }
@@ -142,8 +160,10 @@ def figures(runs: dict[str, list[list[client.Result]]], pure: dict[str, list[flo
 
 
 def _table(result: dict[str, Any]) -> Table:
-    columns = ("TPOT P50 ms", "P99 ms", "against the best baseline", "95 %", "purity", "errors")
-    table = Table("policy", *columns, title=f"real vLLM, {result['rounds']} rounds")
+    times = ("TPOT P50", "P99", "to best baseline", "95 %", "purity")
+    table = Table("policy", *times, *_EXPERTS, "errors", title=f"real vLLM, {result['rounds']} rounds; milliseconds")
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
     for policy, row in result["policies"].items():
         low, high = row["interval_95"]
         table.add_row(
@@ -151,8 +171,9 @@ def _table(result: dict[str, Any]) -> Table:
             str(row["tpot_p50_ms"]),
             str(row["tpot_p99_ms"]),
             f"{row['against_best_baseline']:+.1%}",
-            f"{low:+.1%} .. {high:+.1%}",
+            "-" if low is None else f"{low:+.1%} .. {high:+.1%}",
             str(row["domain_purity"]),
+            *("-" if row[key] is None else f"{row[key]:.2f}" for key in _EXPERTS.values()),
             str(row["errors"]),
         )
     return table

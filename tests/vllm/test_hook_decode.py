@@ -66,6 +66,47 @@ async def test_nothing_of_the_hooks_reaches_the_client_and_no_capture_means_no_c
     assert await stack.eldrd.metric("eldrd_signature_frames_total", kind="decoded") == before
 
 
+async def measured(stack: Stack) -> dict[str, tuple[float, float, float]]:
+    """Steps, requests and active experts by decode worker, once the hooks have told of what they counted."""
+    await asyncio.sleep(1.5)
+    read = stack.eldrd.metric
+    return {
+        s.name: (
+            await read("eldrd_worker_step_active_experts_count", worker=s.name),
+            await read("eldrd_worker_step_requests_sum", worker=s.name),
+            await read("eldrd_worker_step_active_experts_sum", worker=s.name),
+        )
+        for s in stack.fleet.decode
+    }
+
+
+async def test_active_experts_of_decode_steps_are_measured(stack: Stack) -> None:
+    """One request reads top-k experts a step; several side by side read more, but no more than all of theirs."""
+    top_k, experts = stack.spec.model.topk, stack.spec.model.experts
+    before = await measured(stack)
+    async with stack.client(stack.eldrd.url) as client:
+        await checks.generate(
+            client, stack.model, checks.prompt(stack, 40, 992), chat=False, stream=True, tokens=OUTPUT
+        )
+        alone = await measured(stack)
+        [worker] = [w for w in alone if alone[w] != before[w]]
+        since = tuple(now - then for then, now in zip(before[worker], alone[worker], strict=True))
+        # D computes the prompt's last token itself, and all that it generates but the last one.
+        assert since == (OUTPUT, OUTPUT, OUTPUT * top_k)
+        prompts = [checks.prompt(stack, 40, 993 + i, i % stack.spec.model.domains) for i in range(8)]
+        await asyncio.gather(
+            *(checks.generate(client, stack.model, p, chat=False, stream=True, tokens=OUTPUT) for p in prompts)
+        )
+    after = await measured(stack)
+    steps, requests, active = (sum(now[i] - alone[w][i] for w, now in after.items()) for i in range(3))
+    assert requests == 8 * OUTPUT
+    assert OUTPUT <= steps < requests
+    assert 1.2 * top_k < active / steps < min(experts, top_k * requests / steps)
+    hooks = {h["worker"]: h for h in (await stack.eldrd.get("/admin/status"))["hooks"]}
+    assert set(after) < set(hooks)
+    assert await stack.eldrd.metric("eldrd_worker_steps_missed_total") == 0
+
+
 async def test_kv_events_of_the_prefill_server_arrive(stack: Stack) -> None:
     stored = await stack.eldrd.metric("eldrd_kv_events_total", kind="stored")
     async with stack.client(stack.eldrd.url) as client:
