@@ -66,38 +66,30 @@ class Exchange:
 
     def respond(self, answer: Answer) -> None:
         """Write an answer that is all here. Raises ConnectionResetError if the client is gone."""
-        lines = self._fields(answer.status, _REASONS.get(answer.status, b""), answer.headers)
-        body = answer.body
-        if answer.status != 204:
-            lines.append(b"content-length: %d" % len(body))
-        self._connection.transport.write(self._ended(lines, b"" if self.method == "HEAD" else body))
-
-    def _fields(self, status: int, reason: bytes, headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
-        lines = [b"HTTP/1.1 %d %b" % (status, reason)]
-        dated = False
-        for name, value in headers:
-            if name == b"x-request-id" and self.client_id is not None:
-                continue
-            dated = dated or name == b"date"
-            lines.append(b"%b: %b" % (name, value))
-        for name, value in self.extra:
-            lines.append(b"%b: %b" % (name, value))
-        if not dated:
+        transport = self._connection.transport
+        lines = [b"HTTP/1.1 %d %b\r\n" % (answer.status, _REASONS.get(answer.status, b""))]
+        known = self.client_id is not None
+        lines += [b"%b: %b\r\n" % f for f in answer.headers if not (known and f[0] == b"x-request-id")]
+        if not any(name == b"date" for name, _ in answer.headers):
             lines.append(_date())
-        if self.client_id is not None:
-            lines.append(b"x-request-id: " + self.client_id.encode("latin-1", "replace"))
-        return lines
+        if answer.status != 204:
+            lines.append(b"content-length: %d\r\n" % len(answer.body))
+        transport.write(self._ended(lines, b"" if self.method == "HEAD" else answer.body))
 
-    def _ended(self, lines: list[bytes], body: bytes) -> bytes:
+    def _ended(self, parts: list[bytes], body: bytes) -> bytes:
         """The head's last fields, and the body."""
+        parts += [b"%b: %b\r\n" % field for field in self.extra]
+        if self.client_id is not None:
+            parts.append(b"x-request-id: %b\r\n" % self.client_id.encode("latin-1", "replace"))
         if self._connection.closing:
             self.keep_alive = False
         if not self.keep_alive:
-            lines.append(b"connection: close")
+            parts.append(b"connection: close\r\n")
         elif not self.http11:
-            lines.append(b"connection: keep-alive")
-        lines.append(b"\r\n" + body)
-        return b"\r\n".join(lines)
+            parts.append(b"connection: keep-alive\r\n")
+        parts.append(b"\r\n")
+        parts.append(body)
+        return b"".join(parts)
 
     # -- a relay (handoff.answer.Client) ------------------------------------------------------------------------------------
 
@@ -105,18 +97,21 @@ class Exchange:
         return self.http11 or not tracker.chunked
 
     def start(
-        self, head: Head, tracker: BodyTracker, headers: list[tuple[bytes, bytes]], body: bytes = b""
+        self, head: Head, tracker: BodyTracker, extra: tuple[bytes, bytes], body: bytes = b""
     ) -> Callable[[bytes], object]:
         transport = self._connection.transport
-        lines = self._fields(head.status, head.reason, headers)
+        passed, dated = head.passed
+        parts = [b"HTTP/1.1 %d %b\r\n%b%b: %b\r\n" % (head.status, head.reason, passed, *extra)]
+        if not dated:
+            parts.append(_date())
         if tracker.chunked:
             self._chunked = True
-            lines.append(b"transfer-encoding: chunked")
+            parts.append(b"transfer-encoding: chunked\r\n")
         elif tracker.length is not None:
-            lines.append(b"content-length: %d" % tracker.length)
+            parts.append(b"content-length: %d\r\n" % tracker.length)
         if tracker.ends_with_connection:
             self.keep_alive = False
-        transport.write(self._ended(lines, body))
+        transport.write(self._ended(parts, body))
         return transport.write
 
     def attach(self, flow: Flow) -> None:
@@ -162,5 +157,5 @@ def _date() -> bytes:
     now = int(time.time())
     if now != _second:
         _second = now
-        _line = b"date: " + formatdate(now, usegmt=True).encode()
+        _line = b"date: %b\r\n" % formatdate(now, usegmt=True).encode()
     return _line

@@ -35,12 +35,11 @@ class UpstreamError(ConnectionError):
 class Connection(asyncio.Protocol):
     """One connection to a worker, one exchange at a time: ``send``, then ``collect`` or ``relay``, then ``release``.
 
-    pieces: reads so far, for the idle watch. reused: whether an earlier exchange ran on this connection. tail: the last
-    pieces of the body, by reference, for whoever wants the usage at its end.
+    complete: the message has been received to its end. pieces: reads so far, for the idle watch. reused: whether an earlier
+    exchange ran on this connection. tail: the last pieces of the body, by reference, for whoever wants the usage at its end.
     """
 
     __slots__ = (
-        "_complete",
         "_deadline",
         "_done",
         "_early",
@@ -53,6 +52,7 @@ class Connection(asyncio.Protocol):
         "_sink",
         "_size",
         "_with_body",
+        "complete",
         "loop",
         "paused",
         "pieces",
@@ -77,8 +77,7 @@ class Connection(asyncio.Protocol):
         self.tail: collections.deque[bytes] = collections.deque(maxlen=4)
         self._idle_since = 0.0
         self._reusable = False
-        # The message has been received to its end.
-        self._complete = False
+        self.complete = False
         # What nobody has taken yet; its size and how large it may become count once it is collected.
         self._held: list[bytes] = []
         self._size = 0
@@ -104,7 +103,7 @@ class Connection(asyncio.Protocol):
             raise UpstreamError("first_byte", "reset", answered=False, stale=self.reused)
         self.tracker = None
         self._reusable = False
-        self._complete = False
+        self.complete = False
         self._sink = None
         self._limit = 0
         self._held = []
@@ -169,6 +168,10 @@ class Connection(asyncio.Protocol):
             if self._size > limit:
                 self._fail("too_large")
         await self._until(done, timeout_s)
+        return self.body()
+
+    def body(self) -> bytes:
+        """The whole body, transfer coding removed, once it is ``complete`` and if nobody has taken any of it."""
         body = b"".join(self._held)
         return dechunk(body) if self.tracker is not None and self.tracker.chunked else body
 
@@ -217,7 +220,7 @@ class Connection(asyncio.Protocol):
         self._sink = None
         self._held = []
         self.tail.clear()
-        if self._complete and self._reusable and self.transport is not None:
+        if self.complete and self._reusable and self.transport is not None:
             self.reused = True
             self._reusable = False
             self._idle_since = now = self.loop.time()
@@ -244,7 +247,7 @@ class Connection(asyncio.Protocol):
         if tracker is None:
             self._head_bytes(data)
             return
-        if self._complete:
+        if self.complete:
             # Bytes after the end answer nothing we asked: the connection is out of step.
             self.abort()
             return
@@ -296,7 +299,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._hold(data)
         self._reusable = self._reusable and not extra
-        self._complete = True
+        self.complete = True
         if self._early is not None:
             self._answer(self._early)
         # The sink may have ended the exchange: too large.

@@ -14,12 +14,13 @@ Role = Literal["prefill", "decode"]
 
 
 class Worker:
-    """role, name, url: who it is. up: the last probe's answer. cards: its /v1/models entries. opened: how often its breaker
-    opened. A worker is usable while it is up and its breaker is closed."""
+    """role, name, url: who it is; label: the name as a header has it. up: the last probe's answer. cards: its /v1/models
+    entries. opened: how often its breaker opened. A worker is usable while it is up and its breaker is closed."""
 
     def __init__(self, table: LoadTable, role: Role, name: str, url: str, connect_timeout_s: float) -> None:
         self.role: Role = role
         self.name = name
+        self.label = name.encode()
         self.url = url
         self.pool = ConnectionPool(url, connect_timeout_s)
         self.removed = False

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 _JSON = (b"content-type", b"application/json")
+_DECODE = b"x-eldrd-decode"
 _FIRST = (
     "prefill",
     "prefill_reason",
@@ -136,13 +137,17 @@ async def _one(merge: _Merge, index: int, request: Request, record: Record, part
     elif answer.status != 200:
         raise _RefusedError(answer)
     elif request.stream:
-        merge.take(index, EventSplitter().feed(answer.body), answer.headers)
+        merge.take(index, EventSplitter().feed(answer.body), _decode_field(answer.headers))
     else:
         try:
             merge.whole[index] = orjson.loads(answer.body)
         except orjson.JSONDecodeError:
             raise bad_gateway("decode", "invalid_answer") from None
-        merge.headers = merge.headers or answer.headers
+        merge.field = merge.field or _decode_field(answer.headers)
+
+
+def _decode_field(headers: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+    return next((field for field in headers if field[0] == _DECODE), (_DECODE, b""))
 
 
 def _gather_record(record: Record, records: list[Record], samples: int) -> None:
@@ -184,13 +189,14 @@ class _Merge:
         # Parts whose [DONE] has come.
         self.ended: set[int] = set()
         self.whole: dict[int, dict[str, Any]] = {}
-        self.headers: list[tuple[bytes, bytes]] = []
+        # Names the decode worker of the first part that answered.
+        self.field: tuple[bytes, bytes] | None = None
 
     @property
     def started(self) -> bool:
         return self._write is not None
 
-    def take(self, index: int, events: list[bytes], headers: list[tuple[bytes, bytes]]) -> None:
+    def take(self, index: int, events: list[bytes], field: tuple[bytes, bytes]) -> None:
         """Pass on the events of one part. An error event ends the part."""
         for data in events:
             if data == DONE:
@@ -205,7 +211,7 @@ class _Merge:
             if event.get("usage"):
                 self._usage[index] = event["usage"]
             if event.get("choices"):
-                self._start(headers)
+                self._start(field)
                 self._send(self._renamed(event, index))
 
     def _renamed(self, event: dict[str, Any], index: int) -> dict[str, Any]:
@@ -221,15 +227,14 @@ class _Merge:
             event.pop("usage", None)
         return event
 
-    def _start(self, headers: list[tuple[bytes, bytes]]) -> None:
+    def _start(self, field: tuple[bytes, bytes]) -> None:
         if self._write is None:
-            head = Head(1, 200, b"OK", [(b"transfer-encoding", b"chunked")])
+            head = Head(1, 200, b"OK", [_EVENTS, (b"transfer-encoding", b"chunked")])
             self._chunked = self._client.can_relay(BodyTracker(head))
             if not self._chunked:
                 # An HTTP/1.0 client: the stream ends with the connection.
-                head = Head(1, 200, b"OK", [])
-            extra = [field for field in headers if field[0] == b"x-eldrd-decode"]
-            self._write = self._client.start(head, BodyTracker(head), [_EVENTS, *extra])
+                head = Head(1, 200, b"OK", [_EVENTS])
+            self._write = self._client.start(head, BodyTracker(head), field)
             self._client.attach(self)
 
     def _send(self, event: dict[str, Any]) -> None:
@@ -243,10 +248,8 @@ class _Merge:
         """All parts are complete: the end of the stream, or the merged answer."""
         request = self._request
         if not request.stream:
-            return Answer(
-                200, orjson.dumps(self._merged()), [_JSON, *(h for h in self.headers if h[0] == b"x-eldrd-decode")]
-            )
-        self._start([(b"x-eldrd-decode", records[0].decode.encode())])
+            return Answer(200, orjson.dumps(self._merged()), [_JSON] if self.field is None else [_JSON, self.field])
+        self._start((_DECODE, records[0].decode.encode()))
         if request.include_usage:
             base: dict[str, Any] = {
                 "object": "chat.completion.chunk" if request.chat else "text_completion",
@@ -315,7 +318,7 @@ class _Part:
         self._index = index
         self._decoder = ChunkDecoder()
         self._splitter = EventSplitter()
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._field = (_DECODE, b"")
         self._connection: Connection | None = None
         self._broken = False
 
@@ -326,10 +329,10 @@ class _Part:
         self,
         head: Head,  # noqa: ARG002
         tracker: BodyTracker,  # noqa: ARG002
-        headers: list[tuple[bytes, bytes]],
+        extra: tuple[bytes, bytes],
         body: bytes = b"",
     ) -> Callable[[bytes], object]:
-        self._headers = headers
+        self._field = extra
         self._bytes(body)
         return self._bytes
 
@@ -338,7 +341,7 @@ class _Part:
         if self._broken:
             return
         try:
-            self._merge.take(self._index, self._splitter.feed(self._decoder.feed(data)), self._headers)
+            self._merge.take(self._index, self._splitter.feed(self._decoder.feed(data)), self._field)
         except (_LostError, ValueError, ConnectionError, TypeError, AttributeError, KeyError):
             # The last three: an event that is none.
             self._broken = True

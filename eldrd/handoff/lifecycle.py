@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 # A shorter answer's mean gap says more of its first events than of the worker's steps.
 _TPOT_TOKENS: Final = 16
+_RELAYED: Final = Answer(200, b"", [], relayed=True)
 _TAIL: Final = 4096  # where the usage is in a collected answer
 
 
@@ -80,11 +81,12 @@ class Lifecycle:
     async def serve(self, request: Request, snapshot: Snapshot, client: Client, record: Record) -> Answer:
         """Prefill, decide, decode, relay. Raises Failure; cancelled when the client goes away."""
 
+        if request.single:
+            return await _Way(self, request, snapshot, client, record).walk()
+
         async def one(request: Request, client: Client, record: Record) -> Answer:
             return await _Way(self, request, snapshot, client, record).walk()
 
-        if request.single:
-            return await one(request, client, record)
         return await fanout.serve(request, client, record, one)
 
 
@@ -121,7 +123,9 @@ class _Way:
                 return outcome
             try:
                 if self.wants_signature:
-                    self.signature = await self._signature(outcome.id)
+                    receiver = self.life.receiver
+                    self._signed(receiver.ready(outcome.id) or await self._wait(outcome.id))
+                    receiver.forget(outcome.id)
                 return await self._decode(outcome)
             except _PrefillAgainError:
                 continue
@@ -136,45 +140,51 @@ class _Way:
 
     async def _prefill(self) -> HandOff | Answer:
         """The prefill leg, on another worker if one fails before it answered: a hand-off, or the final answer."""
+        request, life, record = self.request, self.life, self.record
         while True:
             self.attempt += 1
-            eldr_id = self.request.id if self.attempt == 1 else f"{self.request.id}-{self.attempt}"
+            eldr_id = request.id if self.attempt == 1 else f"{request.id}-{self.attempt}"
             if self.wants_signature:
-                self.life.receiver.expect(eldr_id)
+                life.receiver.expect(eldr_id)
             hand_off: HandOff | None = None
             try:
-                status, headers, body, worker = await self._prefill_once(eldr_id)
-                if status != 200:
-                    return Answer(status, body, headers)
+                worker = self._prefill_worker()
+                head, body = await self._prefill_once(worker, eldr_id)
+                if head.status != 200:
+                    return Answer(head.status, body, head.end_to_end)
                 answer = self._parsed(body)
                 params = vllm.transfer_params(answer)
-                early = self._early(answer, headers)
-                if early is not None:
+                if request.single_token or vllm.finished(answer):
                     if params is not None:
-                        unused = self.life.ledger.open(eldr_id, worker.name, params, monotonic())
-                        self.life.releaser.release(unused, self.snap)
-                    return early
+                        unused = life.ledger.open(eldr_id, worker.name, params, monotonic())
+                        life.releaser.release(unused, self.snap)
+                    return self._early(answer, head.end_to_end)
                 if params is None:
                     raise bad_gateway("prefill", "no_transfer_params")
-                hand_off = self.life.ledger.open(eldr_id, worker.name, params, monotonic())
+                hand_off = life.ledger.open(eldr_id, worker.name, params, record.prefilled)
                 return hand_off
             except UpstreamError as e:
                 self.retries.again("prefill", e)
             finally:
                 if hand_off is None:
-                    self.life.receiver.forget(eldr_id)
+                    life.receiver.forget(eldr_id)
 
-    async def _prefill_once(self, eldr_id: str) -> tuple[int, list[tuple[bytes, bytes]], bytes, Worker]:
-        request, snap, record = self.request, self.snap, self.record
-        usable = self.retries.usable(snap.prefill)
-        try:
-            decision = snap.prefill_policy.choose(request.prefix, snap.prefill.in_flight(), usable)
-        except NoWorkerError:
-            self._move_on("prefill")
-            return await self._prefill_once(eldr_id)
-        worker = snap.prefill.workers[decision.worker]
-        record.prefill, record.prefill_reason = worker.name, decision.reason
-        self.life.metrics.routed.labels("prefill", worker.name, decision.reason).inc()
+    def _prefill_worker(self) -> Worker:
+        while True:
+            snap, record = self.snap, self.record
+            usable = self.retries.usable(snap.prefill)
+            try:
+                decision = snap.prefill_policy.choose(self.request.prefix, snap.prefill.in_flight(), usable)
+            except NoWorkerError:
+                self._move_on("prefill")
+                continue
+            worker = snap.prefill.workers[decision.worker]
+            record.prefill, record.prefill_reason = worker.name, decision.reason
+            self.life.metrics.routed.labels("prefill", worker.name, decision.reason).inc()
+            return worker
+
+    async def _prefill_once(self, worker: Worker, eldr_id: str) -> tuple[Head, bytes]:
+        request, snap = self.request, self.snap
         body = vllm.prefill_body(request.fields, eldr_id, hand_off=not request.single_token)
         limit_s = snap.settings.timeouts.prefill_s
         lease = self.life.table.lease(worker)
@@ -182,9 +192,9 @@ class _Way:
         adopted = False
         started = monotonic()
         try:
-            connection = await worker.pool.get()
+            connection = worker.pool.pop() or await worker.pool.connect()
             head = await connection.send(self._post(worker, eldr_id, [body]), limit_s)
-            answer = await connection.collect(limit_s, vllm.MAX_ANSWER)
+            answer = connection.body() if connection.complete else await connection.collect(limit_s, vllm.MAX_ANSWER)
             self.retries.answered(worker, head.status)
         except UpstreamError as e:
             self.retries.failed(worker, e)
@@ -199,24 +209,23 @@ class _Way:
                 if connection is not None:
                     connection.release()
                 lease.end()
-        record.prefilled = monotonic()
-        self.life.metrics.prefill.observe(record.prefilled - started)
-        return head.status, head.end_to_end, answer, worker
+        self.record.prefilled = now = monotonic()
+        self.life.metrics.prefill.observe(now - started)
+        return head, answer
 
     def _parsed(self, body: bytes) -> dict[str, Any]:
         try:
             answer = vllm.parsed(body, chat=self.request.chat)
         except ValueError:
             raise bad_gateway("prefill", "invalid_answer") from None
-        usage = answer.get("usage") or {}
-        self.record.prompt_tokens = usage.get("prompt_tokens") or 0
-        self.record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if usage := answer.get("usage"):
+            self.record.prompt_tokens = usage.get("prompt_tokens") or 0
+            if details := usage.get("prompt_tokens_details"):
+                self.record.cached_tokens = details.get("cached_tokens") or 0
         return answer
 
-    def _early(self, answer: dict[str, Any], headers: list[tuple[bytes, bytes]]) -> Answer | None:
+    def _early(self, answer: dict[str, Any], headers: list[tuple[bytes, bytes]]) -> Answer:
         """P's answer as the client's, where its one token is all there is."""
-        if not (self.request.single_token or vllm.finished(answer)):
-            return None
         self.record.output_tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
         self.record.decode_reason = "finished_at_prefill"
         self.record.first = self.record.ended = monotonic()
@@ -226,15 +235,19 @@ class _Way:
         events = vllm.early_stream(answer, chat=self.request.chat, include_usage=self.request.include_usage)
         return Answer(200, events, [(b"content-type", b"text/event-stream; charset=utf-8")])
 
-    async def _signature(self, eldr_id: str) -> Signature | None:
-        started = monotonic()
-        signature = await self.life.receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)
-        self.life.receiver.forget(eldr_id)
-        self.life.metrics.signature_wait.observe(monotonic() - started)
-        self.record.signature = "missing" if signature is None else signature.state
-        if signature is not None and self.life.observed is not None:
-            self.life.observed(signature)
-        return signature
+    async def _wait(self, eldr_id: str) -> Signature | None:
+        return await self.life.receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)
+
+    def _signed(self, signature: Signature | None) -> None:
+        life, record = self.life, self.record
+        self.signature = signature
+        life.metrics.signature_wait.observe(monotonic() - record.prefilled)
+        if signature is None:
+            record.signature = "missing"
+            return
+        record.signature = signature.state
+        if life.observed is not None:
+            life.observed(signature)
 
     def _move_on(self, role: str) -> None:
         """No worker of this role is left: if a reload has brought others since, go on with them. Raises Failure."""
@@ -254,9 +267,11 @@ class _Way:
             connection: Connection | None = None
             try:
                 try:
-                    connection = await worker.pool.get()
-                    # Connecting may have taken as long as the lease.
-                    self._check_age(hand_off)
+                    connection = worker.pool.pop()
+                    if connection is None:
+                        connection = await worker.pool.connect()
+                        # Connecting may have taken as long as the lease.
+                        self._check_age(hand_off)
                     counted = hand_off.id if self.snap.settings.capture.dir and self.signature is not None else ""
                     body = vllm.decode_parts(self.request.body, hand_off.params, counted)
                     parts = self._post(worker, hand_off.id, body)
@@ -276,7 +291,8 @@ class _Way:
                         raise _PrefillAgainError from None
                     continue
                 self.retries.answered(worker, head.status)
-                failed = head.status >= 500 or (head.status == 200 and vllm.failed_stream(connection.peek()))
+                start = connection.peek() if self.request.stream else b""
+                failed = head.status >= 500 or (head.status == 200 and vllm.failed_stream(start))
                 if failed and self._prefill_is_gone():
                     self.retries.spend("decode", "prefill_lost")
                     raise _PrefillAgainError
@@ -288,7 +304,7 @@ class _Way:
                 if not self.snap.settings.capture.dir:
                     # Tens of kilobytes that a long stream has no use for.
                     self.signature = None
-                return await self._relay(worker, connection, head)
+                return await self._relay(worker, connection, head, failed=failed)
             finally:
                 if connection is not None:
                     connection.release()
@@ -337,24 +353,28 @@ class _Way:
         self.life.metrics.routed.labels("decode", worker.name, decision.reason).inc()
         return worker, snap.decode_policy.admitted(decision.worker, counts, tokens, record.decided)
 
-    async def _relay(self, worker: Worker, connection: Connection, head: Head) -> Answer:
+    async def _relay(self, worker: Worker, connection: Connection, head: Head, *, failed: bool) -> Answer:
         client, record = self.client, self.record
         tracker = connection.tracker
         assert tracker is not None
-        headers = [*head.end_to_end, (b"x-eldrd-decode", worker.name.encode())]
+        extra = (b"x-eldrd-decode", worker.label)
         if head.status != 200 or not client.can_relay(tracker):
             body = await self._collected(worker, connection)
             if head.status == 200:
                 record.first = monotonic()
                 self._count_output(body[-_TAIL:], body.count(b"data: "), complete=True)
-            return Answer(head.status, body, headers)
-        if self.request.stream and vllm.failed_stream(connection.peek()):
+            return Answer(head.status, body, [*head.end_to_end, extra])
+        if failed:
             body = await self._collected(worker, connection)
             status, error = vllm.error_of_stream(body)
-            return Answer(status, error, [(b"content-type", b"application/json"), *headers[-1:]])
-        write = client.start(head, tracker, headers, connection.take())
-        done = connection.relay(write)
+            return Answer(status, error, [(b"content-type", b"application/json"), extra])
+        write = client.start(head, tracker, extra, connection.take())
         record.first = monotonic()
+        if connection.complete:
+            # All of it was here already: nothing to wait for, nothing to hold back.
+            self._count_output(b"".join(connection.tail), tracker.chunks, complete=True)
+            return _RELAYED
+        done = connection.relay(write)
         client.attach(connection)
         self.life.watch.add(connection)
         complete = False
@@ -372,7 +392,7 @@ class _Way:
             self.life.watch.remove(connection)
             client.detach()
             self._count_output(b"".join(connection.tail), tracker.chunks, complete=complete)
-        return Answer(head.status, b"", headers, relayed=True, complete=complete)
+        return _RELAYED if complete else Answer(head.status, b"", [], relayed=True, complete=False)
 
     async def _collected(self, worker: Worker, connection: Connection) -> bytes:
         try:
