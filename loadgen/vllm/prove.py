@@ -32,12 +32,12 @@ OURS = ("eldr", "union", "guarded_band")
 # 2.3 GB in bfloat16: one expert is 9.4 MB, a step of a mixed batch reads most of them.
 MODEL = ModelSpec(layers=2, hidden=2048, experts=128, topk=8, intermediate=768)
 _EXPERTS = {
-    "active experts": "active_experts",
+    "experts": "active_experts",
     "predicted": "active_experts_predicted",
-    "by the gauge": "active_experts_expected_live",
-    "requests a step": "step_requests",
+    "live gauge": "active_experts_expected_live",
+    "batch": "step_requests",
 }
-_WIDTH = 150
+_WIDTH = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +160,22 @@ def figures(runs: dict[str, list[list[client.Result]]], pure: dict[str, list[flo
 
 
 def _table(result: dict[str, Any]) -> Table:
-    times = ("TPOT P50", "P99", "to best baseline", "95 %", "purity")
+    times = ("TPOT P50", "P99", "to best LB", "95 %", "purity")
     table = Table("policy", *times, *_EXPERTS, "errors", title=f"real vLLM, {result['rounds']} rounds; milliseconds")
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+    table.caption = (
+        "LB: load balancer of the same round; experts: of a step, mean a layer, by the hooks; batch: requests a step"
+    )
+    for i, column in enumerate(table.columns):
+        column.justify, column.no_wrap = "right" if i else "left", True
     for policy, row in result["policies"].items():
         low, high = row["interval_95"]
         table.add_row(
             policy,
-            str(row["tpot_p50_ms"]),
-            str(row["tpot_p99_ms"]),
+            f"{row['tpot_p50_ms']:.2f}",
+            f"{row['tpot_p99_ms']:.2f}",
             f"{row['against_best_baseline']:+.1%}",
             "-" if low is None else f"{low:+.1%} .. {high:+.1%}",
-            str(row["domain_purity"]),
+            f"{row['domain_purity']:.2f}",
             *("-" if row[key] is None else f"{row[key]:.2f}" for key in _EXPERTS.values()),
             str(row["errors"]),
         )
