@@ -107,6 +107,8 @@ class Connection(asyncio.Protocol):
             return
         if not self._greeted:
             data = self._greet(data)
+            if not self._greeted:
+                return
         self._take(data)
         if len(data) >= _TURN_BYTES:
             self._pause()
