@@ -27,7 +27,7 @@ def of_policy(live: Live, current: Callable[[], Snapshot]) -> None:
     terms = ("base_ms", "expert_ms", "request_ms")
     live(
         "eldrd_expected_active_experts",
-        "Distinct experts of a decode step as the policy expects them, mean a layer.",
+        "Distinct experts of a decode step (of the most loaded EP rank) as the policy expects them, mean a layer.",
         ("worker",),
         lambda: figures(("active_experts",)),
     )

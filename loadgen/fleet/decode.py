@@ -48,7 +48,7 @@ class Step(NamedTuple):
 class DecodeLoop:
     """The running batch of one worker. A sequence joins and leaves at step boundaries; an aborted one leaves at once.
 
-    steps: the latest steps; done(seq) is called when a sequence has produced its last token.
+    steps: the latest steps; done(seq) is called when a sequence has produced its last token, stepped(step) after each step.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class DecodeLoop:
         cost: StepCost,
         max_num_seqs: int,
         done: Callable[[Sequence], None],
+        stepped: Callable[[Step], None] | None = None,
     ) -> None:
         self.steps: deque[Step] = deque(maxlen=_STEPS_KEPT)
         self._model, self._pool, self._cost, self._max, self._done = model, pool, cost, max_num_seqs, done
+        self._stepped = stepped
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._wake = asyncio.Event()
@@ -105,7 +107,10 @@ class DecodeLoop:
             # Timers are coarse (1 ms on uvloop): the next step starts when this one ought to have ended.
             free_at = max(free_at, loop.time() - _CATCH_UP_S) + self._cost(active, len(batch))
             await asyncio.sleep(free_at - loop.time())
-            self.steps.append(Step(free_at, len(batch), active))
+            step = Step(free_at, len(batch), active)
+            self.steps.append(step)
+            if self._stepped is not None:
+                self._stepped(step)
             for seq in batch:
                 if seq.aborted:
                     continue

@@ -58,7 +58,8 @@ class Engine:
         self.local_prefills = 0
         self._spec, self._fabric = spec, fabric
         self.prefill = PrefillQueue(self.pool, model.spec.block_size, spec.prefill, counts_prompts, self._prefilled)
-        self.decode = DecodeLoop(model, self.pool, spec.decode, spec.max_num_seqs, self._finish)
+        stepped = self.hook.stepped if self.hook is not None and phase == "decode" else None
+        self.decode = DecodeLoop(model, self.pool, spec.decode, spec.max_num_seqs, self._finish, stepped)
         fabric.join(self.ledger)
         self._tasks = [asyncio.create_task(self.prefill.run()), asyncio.create_task(self.decode.run())]
         if self.hook is not None:

@@ -2,7 +2,8 @@
 its own: rows come from the emulated model.
 
 As the real hook it sends, on a prefill worker, blocks that were computed (never cached ones), then the request's record
-if the request has an ``eldr_id``; on a decode worker what such a request generated. It says hello on connect, every few
+if the request has an ``eldr_id``; on a decode worker what such a request generated, and once a second the totals of the
+steps. It says hello on connect, every few
 seconds and when asked ``who``, and answers ``want`` from a bounded store of recent rows. A full socket drops the message
 and counts it.
 """
@@ -22,9 +23,11 @@ from eldrd.signatures import wire
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from loadgen.fleet.decode import Step
     from loadgen.fleet.model import EmulatedMoE
 
 _HELLO_EVERY_S = 5.0
+_STEPS_EVERY_S = 1.0
 _ROWS_KEPT = 16_384
 _SEND_QUEUE = 10_000
 
@@ -39,6 +42,7 @@ class EmulatedHook:
         self._dtype = "u1" if spec.block_size < 256 else "u2"
         self._rows: OrderedDict[int, NDArray[np.generic]] = OrderedDict()
         self._seq = 0
+        self._steps = self._requests = self._active = self._told = 0
         self._hello = wire.Hello(
             v=wire.VERSION,
             hook="emulated",
@@ -64,6 +68,7 @@ class EmulatedHook:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._say_hello())
                 tasks.create_task(self._answer())
+                tasks.create_task(self._tell_steps())
         finally:
             self._socket.close(linger=0)
             self._context.term()
@@ -97,6 +102,12 @@ class EmulatedHook:
         header = wire.Decoded(v=wire.VERSION, seq=self._next(), id=eldr_id, tokens=len(tokens), dtype="u4")
         self._push(wire.encode(header, self._model.counts(tokens).astype(wire.DTYPES["u4"])))
 
+    def stepped(self, step: Step) -> None:
+        """Count a decode step; prompts are never mixed in here."""
+        self._steps += 1
+        self._requests += step.batch
+        self._active += round(step.active * self._model.spec.layers)
+
     def _remember(self, hashes: list[int], rows: NDArray[np.generic]) -> None:
         for h, row in zip(hashes, rows, strict=True):
             self._rows[h] = row
@@ -123,6 +134,14 @@ class EmulatedHook:
         while True:
             self._push(wire.encode(self._hello))
             await asyncio.sleep(_HELLO_EVERY_S)
+
+    async def _tell_steps(self) -> None:
+        while True:
+            await asyncio.sleep(_STEPS_EVERY_S)
+            if self._told != self._steps:
+                self._told = self._steps
+                totals = (self._steps, self._requests, self._requests, self._active, 0)
+                self._push(wire.encode(wire.Steps(wire.VERSION, self._next(), *totals)))
 
     async def _answer(self) -> None:
         while True:

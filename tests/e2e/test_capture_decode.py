@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import numpy as np
+import pytest
 from daemon import Daemon, free_port
 
 from eldrd.signatures.capture import load_capture
@@ -50,6 +51,17 @@ async def test_every_captured_request_has_its_decode_counts(tmp_path: Path) -> N
                     made[i] = answer["choices"][0]["token_ids"]
 
             await asyncio.gather(*(one(i) for i in range(len(wanted))))
+        await asyncio.sleep(1.2)
+        # What the hooks tell of their steps is what the engines did.
+        for worker in fleet.decode:
+            steps = worker.engine.decode.steps
+            for name, value in (
+                ("active_experts_count", len(steps)),
+                ("active_experts_sum", sum(s.active for s in steps)),
+                ("requests_sum", sum(s.batch for s in steps)),
+            ):
+                found = await eldrd.metric(f"eldrd_worker_step_{name}", worker=worker.spec.name)
+                assert 0 < found == pytest.approx(value)
         assert await eldrd.stop() == 0
         capture = load_capture(tmp_path / "capture")
         assert capture.decode is not None
