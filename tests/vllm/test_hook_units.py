@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
@@ -132,3 +135,99 @@ def test_a_snapshot_is_the_buffers_state_at_its_step(fake: FakeCuda) -> None:
     assert ids.tolist() == [[[0, 1], [4, 5]]]
     assert where is not None
     assert where.tolist() == [7, 8]
+
+
+class Pushed:
+    """A pusher that keeps the totals of steps and when they came."""
+
+    def __init__(self) -> None:
+        self.totals: list[tuple[float, Any]] = []
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def push(self, counted: Any) -> None: ...
+
+    def push_steps(self, totals: Any) -> None:
+        self.totals.append((time.monotonic(), totals))
+
+
+def test_totals_of_steps_go_out_at_intervals_when_idle_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eldrd_hook import attribution, steps, worker
+
+    monkeypatch.setattr(worker, "_STEPS_SECONDS", 0.2)
+    pushed: Any = Pushed()
+    counter = worker._Counter(attribution.Attributor(1, 4, 32, blocks=False), steps.Meter(4), pushed, 32)
+    ids = np.array([[[0, 1]], [[1, 2]]], np.int16)
+    job = worker._Job(
+        attribution.Step(requests=2, tokens=2),
+        None,
+        cast("Any", SimpleNamespace(nbytes=ids.nbytes, arrays=lambda: (ids, None))),
+    )
+    begin = time.monotonic()
+    while time.monotonic() < begin + 0.5:
+        counter.put(job)
+        time.sleep(0.01)
+    time.sleep(0.4)
+    busy = len(pushed.totals)
+    # The first at once, then one an interval, the last ones after the last step.
+    assert 3 <= busy <= 5
+    gaps = [after[0] - before[0] for before, after in itertools.pairwise(pushed.totals)]
+    assert min(gaps) > 0.15
+    made = pushed.totals[-1][1]
+    assert (made.requests, made.active, made.missed) == (2 * made.steps, 3 * made.steps, 0)
+    time.sleep(0.3)
+    assert len(pushed.totals) == busy, "no steps, no message"
+    for _ in range(2):
+        counter.put(worker._Job(job.step, None, None))
+    counter.close()
+    assert (pushed.totals[-1][1].steps, pushed.totals[-1][1].missed) == (made.steps, 2)
+
+
+def scheduled(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) -> Any:
+    """A SchedulerOutput as far as steps are concerned: by request the tokens computed and scheduled."""
+    both = {**new, **cached}
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, num_computed_tokens=start) for r, (start, _) in new.items()],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached), num_computed_tokens=[start for start, _ in cached.values()]
+        ),
+        num_scheduled_tokens={r: n for r, (_, n) in both.items()},
+        total_num_scheduled_tokens=sum(n for _, n in both.values()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "counted"),
+    [
+        ({}, {}, (0, 0)),
+        ({"a": (0, 10)}, {}, (0, 0)),
+        ({}, {"a": (4, 6)}, (0, 0)),
+        # One token of a prompt that is not its last one.
+        ({}, {"a": (4, 1)}, (0, 0)),
+        # What a decode server begins with, and how it goes on.
+        ({"a": (9, 1)}, {}, (1, 1)),
+        ({}, {"a": (12, 1)}, (1, 1)),
+        # Prefill mixed in counts for its weights too; generated tokens computed again after a preemption are no decode.
+        ({"b": (0, 7)}, {"a": (12, 1)}, (2, 8)),
+        ({}, {"a": (0, 12)}, (0, 0)),
+    ],
+)
+def test_steps_that_decode(new: Any, cached: Any, counted: tuple[int, int]) -> None:
+    """Prompts of 10 tokens, on a decode server that need not know the requests for anything else."""
+    from eldrd_hook.connector import EldrConnector
+
+    connector = EldrConnector.__new__(EldrConnector)
+    for name in ("_requests", "_prompts", "_closed", "_last_hashes"):
+        setattr(connector, name, {})
+    connector.failed, connector._blocks, connector._decode = False, False, True
+    for request in ("a", "b"):
+        connector.on_new_request(SimpleNamespace(request_id=request, num_prompt_tokens=10, kv_transfer_params=None))
+    step = connector.build_connector_meta(scheduled(new, cached)).step
+    assert not connector.failed
+    assert (step.requests, step.tokens) == counted
+    assert bool(step) == (counted != (0, 0))
+    connector._decode = False
+    step = connector.build_connector_meta(scheduled(new, cached)).step
+    assert (step.requests, step.tokens) == (0, 0)
