@@ -36,6 +36,8 @@ class Admin:
         self._cache = cache
         self._started = time.time()
         self.draining = False
+        self._names: tuple[frozenset[str], dict[str, str]] | None = None
+        self._names_of: tuple[Snapshot | None, int] = (None, 0)
 
     def not_ready(self) -> str | None:
         """Why no request can be served now; None if one can."""
@@ -66,18 +68,17 @@ class Admin:
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": self.cards()}
 
-    def model_names(self) -> tuple[str, ...]:
-        """Names that clients may ask for; empty while nothing is known, which lets the workers judge."""
-        snapshot = self._current()
-        if snapshot.settings.models:
-            return tuple(model.name for model in snapshot.settings.models)
-        return tuple(
-            {card["id"]: None for w in (*snapshot.decode.workers, *snapshot.prefill.workers) for card in w.cards}
-        )
-
-    def aliases(self) -> dict[str, str]:
-        """The worker's name behind each alias."""
-        return {alias: model.name for model in self._current().settings.models for alias in model.aliases}
+    def names(self) -> tuple[frozenset[str], dict[str, str]]:
+        """Names that clients may ask for, none while nothing is known, which lets the workers judge; and the worker's name
+        behind each alias."""
+        snapshot, revision = self._current(), self._table.revision
+        if self._names is None or self._names_of[0] is not snapshot or self._names_of[1] != revision:
+            models = snapshot.settings.models
+            workers = (*snapshot.decode.workers, *snapshot.prefill.workers)
+            names = [m.name for m in models] or [card["id"] for w in workers for card in w.cards]
+            self._names = frozenset(names), {alias: m.name for m in models for alias in m.aliases}
+            self._names_of = (snapshot, revision)
+        return self._names
 
     def status(self) -> dict[str, Any]:
         snapshot = self._current()

@@ -10,10 +10,11 @@ import orjson
 import structlog
 
 from eldrd.api import auth, cors, errors, openai
-from eldrd.api.http import HttpServer
+from eldrd.api.server import HttpServer
 from eldrd.handoff.answer import Answer
 from eldrd.handoff.failure import Failure
 from eldrd.handoff.request import Record, Request
+from eldrd.telemetry import logs
 from eldrd.telemetry import metrics as m
 
 if TYPE_CHECKING:
@@ -130,8 +131,9 @@ class App:
             try:
                 if exchange.failure is not None:
                     raise exchange.failure
-                admin, admission = self._admin, self._admission
-                request = openai.parse(path, exchange.body, exchange.headers, admin.model_names(), admin.aliases())
+                admission = self._admission
+                models, aliases = self._admin.names()
+                request = openai.parse(path, exchange.body, exchange.headers, models, aliases)
                 exchange.body = b""
                 exchange.client_id = request.client_id
                 exchange.stream = request.stream
@@ -167,13 +169,14 @@ class App:
             self._ended(path, request, snapshot, record)
 
     def _ended(self, path: str, request: Request | None, snapshot: Snapshot, record: Record) -> None:
-        now = record.ended or monotonic()
         metrics = self._metrics
         metrics.requests.labels(path, record.status, record.outcome).inc()
+        logged = snapshot.settings.log.requests
         if request is None:
-            if snapshot.settings.log.requests:
+            if logged:
                 log.info("request", path=path, status=record.status, outcome=record.outcome)
             return
+        now = record.ended or monotonic()
         metrics.signatures.labels(record.signature).inc()
         tpot = 0.0
         if record.first:
@@ -183,35 +186,62 @@ class App:
                 tpot = (now - record.first) / (record.output_tokens - 1)
                 metrics.tpot.labels(record.decode).observe(tpot)
         metrics.output_tokens.inc(record.output_tokens)
-        if snapshot.settings.log.requests:
-            log.info(
+        if logged:
+            policy, generation = snapshot.decode_policy.name, snapshot.generation
+            logs.info(
                 "request",
-                id=request.id,
-                client_id=request.client_id,
-                path=path,
-                stream=request.stream,
-                status=record.status,
-                outcome=record.outcome,
-                prefill=record.prefill,
-                prefill_reason=record.prefill_reason,
-                decode=record.decode,
-                policy=snapshot.decode_policy.name,
-                decode_reason=record.decode_reason,
-                score=round(record.score, 4),
-                candidates=record.candidates,
-                signature=record.signature,
-                prompt_tokens=record.prompt_tokens,
-                cached_tokens=record.cached_tokens,
-                output_tokens=record.output_tokens,
-                parts=record.parts,
-                retries=record.retries,
-                prefill_ms=_ms(record.arrived, record.prefilled),
-                decide_ms=_ms(record.prefilled, record.decided),
-                ttft_ms=_ms(record.arrived, record.first),
-                tpot_ms=round(tpot * 1e3, 3),
-                total_ms=_ms(record.arrived, now),
-                generation=snapshot.generation,
+                _line,
+                request.id,
+                request.client_id,
+                path,
+                request.stream,
+                record,
+                now,
+                tpot,
+                policy,
+                generation,
             )
+
+
+def _line(
+    id_: str,
+    client_id: str,
+    path: str,
+    stream: bool,
+    record: Record,
+    now: float,
+    tpot: float,
+    policy: str,
+    generation: int,
+) -> dict[str, Any]:
+    """What the log says of a request."""
+    return {
+        "id": id_,
+        "client_id": client_id,
+        "path": path,
+        "stream": stream,
+        "status": record.status,
+        "outcome": record.outcome,
+        "prefill": record.prefill,
+        "prefill_reason": record.prefill_reason,
+        "decode": record.decode,
+        "policy": policy,
+        "decode_reason": record.decode_reason,
+        "score": round(record.score, 4),
+        "candidates": record.candidates,
+        "signature": record.signature,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "parts": record.parts,
+        "retries": record.retries,
+        "prefill_ms": _ms(record.arrived, record.prefilled),
+        "decide_ms": _ms(record.prefilled, record.decided),
+        "ttft_ms": _ms(record.arrived, record.first),
+        "tpot_ms": round(tpot * 1e3, 3),
+        "total_ms": _ms(record.arrived, now),
+        "generation": generation,
+    }
 
 
 def _ms(start: float, end: float) -> float | None:

@@ -36,6 +36,8 @@ class LoadTable:
     """in_flight: int32 [capacity], requests under way per slot; usable: bool [capacity]; cells: in_flight's memory, of which
     one number is read and written faster than through the array.
 
+    revision: changes with what any worker serves.
+
     A slot is never given to a second worker: requests that began before a reload still read the slots of workers that
     it removed, and must find nobody else there. It costs five bytes for each worker that there ever was.
     """
@@ -45,6 +47,7 @@ class LoadTable:
         self.usable: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
         self.cells = self.in_flight.data
         self._given = 0
+        self.revision = 0
 
     def add(self) -> int:
         """A slot for a new worker, which is not usable yet."""

@@ -25,13 +25,22 @@ class Worker:
         self.pool = ConnectionPool(url, connect_timeout_s)
         self.removed = False
         self.up = False
-        self.cards: tuple[dict[str, Any], ...] = ()
+        self._cards: tuple[dict[str, Any], ...] = ()
         self.opened = 0
         self._table = table
         self._probe_failures = 0
         self._failures = 0
         self._open_until = 0.0
         self.slot = table.add()
+
+    @property
+    def cards(self) -> tuple[dict[str, Any], ...]:
+        return self._cards
+
+    @cards.setter
+    def cards(self, cards: tuple[dict[str, Any], ...]) -> None:
+        self._cards = cards
+        self._table.revision += 1
 
     @property
     def usable(self) -> bool:

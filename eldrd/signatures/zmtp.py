@@ -56,6 +56,7 @@ class Connection(asyncio.Protocol):
         # Bytes not yet looked at: of the greeting, of a frame's first nine, or those that a busy turn left over.
         self._rest = b""
         self._next_turn: asyncio.Handle | None = None
+        self._paused = False
         # The message in parts, and how many bytes it may still have.
         self._frames: list[Frame] = []
         self._room = MESSAGE_BYTES
@@ -252,7 +253,9 @@ class Connection(asyncio.Protocol):
     def _pause(self) -> None:
         """Let the loop do something else before more is taken."""
         if self._transport is not None and self._next_turn is None:
-            self._transport.pause_reading()
+            if not self._paused:
+                self._paused = True
+                self._transport.pause_reading()
             self._next_turn = self._loop.call_soon(self._resume)
 
     def _resume(self) -> None:
@@ -260,6 +263,7 @@ class Connection(asyncio.Protocol):
         data, self._rest = self._rest, b""
         self._take(data)
         if self._next_turn is None and self._transport is not None and not self._transport.is_closing():
+            self._paused = False
             self._transport.resume_reading()
 
 
