@@ -327,6 +327,8 @@ class Listener:
 
 
 def _bind_address(host: str, port: int) -> socket.socket:
+    if port > 65_535:
+        raise OverflowError("no such port")
     if host == "*":
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 import structlog
+import uvloop
 import zmq
 import zmq.asyncio
 
@@ -302,6 +304,51 @@ async def test_record_before_the_wait(bench: Bench) -> None:
     assert signature is whole
     assert signature is not None
     assert signature.state == "exact"
+
+
+def test_what_came_in_time_counts_though_the_loop_was_busy() -> None:
+    """On the daemon's loop, which runs its timers before it reads."""
+
+    async def busy() -> None:
+        bench = Bench()
+        hook = bench.hook()
+        await hook.hello()
+        await bench.until("hello")
+        for i in range(5):
+            bench.receiver.expect(f"r{i}")
+            waiting = asyncio.create_task(bench.receiver.wait(f"r{i}", 0.02))
+            await asyncio.sleep(0)
+            hook.seq += 1
+            header = wire.Request(1, hook.seq, f"r{i}", 5, 0, 5, False, "u1")
+            sending = hook.socket.send_multipart(wire.encode(header, np.empty(0, wire.HASH), TAIL))
+            time.sleep(0.06)  # noqa: ASYNC251, the loop is to be held
+            signature = await waiting
+            await sending
+            assert signature is not None
+            assert signature.state == "exact"
+        bench.receiver.close()
+        bench.context.destroy(linger=0)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(busy())
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+async def test_a_peer_that_goes_on_with_nonsense_is_named_once(bench: Bench, lines: list[Any], rounds: int) -> None:
+    hook = bench.hook()
+    await hook.hello()
+    for _ in range(rounds):
+        await hook.socket.send_multipart([b"\xc1" * 70_000])
+    await bench.until("invalid", rounds)
+    told = [line for line in lines if line["event"] == "signature_frame_invalid"]
+    assert [(line["peer"], line["problem"]) for line in told] == [("127.0.0.1", "a header of 70000 bytes")]
+
+
+async def test_a_geometry_beyond_any_model_is_refused(bench: Bench) -> None:
+    hook = bench.hook()
+    await hook.hello(experts=2**62)
+    await bench.until("invalid")
+    assert bench.receiver.hooks == []
 
 
 async def test_partial_by_the_hooks_word(bench: Bench) -> None:
