@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numba import njit
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+
+_INT32: Final = np.dtype(np.int32)
 
 
 def idf(prefill: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -61,8 +64,8 @@ class Scorer:
 
     def __call__(self, counts: NDArray[np.int32]) -> NDArray[np.float32]:
         """Cosine similarities float32 [K] of counts int32 [L * E]; all 0 for a zero vector."""
-        if counts.shape != (self.width,) or counts.dtype != np.int32 or not counts.flags.carray:
-            counts = np.require(counts, np.int32, ["C", "A", "W"]).reshape(self.width)
+        if counts.ndim != 1 or counts.size != self.width or counts.dtype is not _INT32 or not counts.flags.carray:
+            counts = np.require(counts, _INT32, ["C", "A", "W"]).reshape(self.width)
         scores: NDArray[np.float32] = _scores(counts, self._layers, self._weights, self._centroids, self._scratch)
         return scores
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from eldrd.routing.policy import Decision, NoWorkerError, Policy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+_INT32: Final = np.dtype(np.int32)
+_BOOL: Final = np.dtype(np.bool_)
 
 
 class Random(Policy):
@@ -141,10 +145,11 @@ def compiled_inputs(
     Raises ValueError if they are not [W] both, which the kernels do not check."""
     if in_flight.ndim != 1 or in_flight.shape != usable.shape:
         raise _sizes(in_flight, usable)
-    if in_flight.dtype != np.int32 or not in_flight.flags.carray:
-        in_flight = np.array(in_flight, np.int32)
-    if usable.dtype != np.bool_ or not usable.flags.carray:
-        usable = np.array(usable, np.bool_)
+    # By identity: comparing types takes as long as a decision of the kernel.
+    if in_flight.dtype is not _INT32 or not in_flight.flags.carray:
+        in_flight = np.array(in_flight, _INT32)
+    if usable.dtype is not _BOOL or not usable.flags.carray:
+        usable = np.array(usable, _BOOL)
     return in_flight, usable
 
 

@@ -86,15 +86,16 @@ class LocalityBand(Policy):
     ) -> Decision:
         """See Policy."""
         del tokens, label
-        if self._band is None:
+        band = self._band
+        if band is None:
             return self._fallback.choose_because(NO_PARTITION, in_flight, usable)
         if counts is None:
             return self._fallback.choose_because(SIGNATURE_MISSING, in_flight, usable)
-        if not self._band.fits(counts):
+        if not band.fits(counts):
             return self._fallback.choose_because(SIGNATURE_MISMATCH, in_flight, usable)
         in_flight, usable = compiled_inputs(in_flight, usable)
-        scores = self._band.scores(counts)
-        if scores.shape != usable.shape:
+        scores = band.scores(counts)
+        if scores.size != usable.size:
             raise ValueError(f"usable has {usable.size} workers, the partition {scores.size}")
         worker, candidates, score = _band(scores, in_flight, usable, self._tau, self._second)
         if worker < 0:
