@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +310,12 @@ async def test_record_before_the_wait(bench: Bench) -> None:
 def test_what_came_in_time_counts_though_the_loop_was_busy() -> None:
     """On the daemon's loop, which runs its timers before it reads."""
 
+    def hold(ours: socket.socket, hook: Hook, frames: list[bytes]) -> None:
+        asyncio.get_running_loop().remove_reader(ours)
+        ours.close()
+        hook.socket.send_multipart(frames)
+        time.sleep(0.06)
+
     async def busy() -> None:
         bench = Bench()
         hook = bench.hook()
@@ -320,10 +327,13 @@ def test_what_came_in_time_counts_though_the_loop_was_busy() -> None:
             await asyncio.sleep(0)
             hook.seq += 1
             header = wire.Request(1, hook.seq, f"r{i}", 5, 0, 5, False, "u1")
-            sending = hook.socket.send_multipart(wire.encode(header, np.empty(0, wire.HASH), TAIL))
-            time.sleep(0.06)  # noqa: ASYNC251, the loop is to be held
+            frames = wire.encode(header, np.empty(0, wire.HASH), TAIL)
+            # In a callback of a read: after it come the timers.
+            ours, theirs = socket.socketpair()
+            asyncio.get_running_loop().add_reader(ours, hold, ours, hook, frames)
+            theirs.send(b"x")
             signature = await waiting
-            await sending
+            theirs.close()
             assert signature is not None
             assert signature.state == "exact"
         bench.receiver.close()
