@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import httptools
 
-from eldrd.api.errors import error_answer, too_large
+from eldrd.api.errors import too_large
 from eldrd.api.exchange import Exchange, path_of
 from eldrd.handoff.failure import Failure
 
@@ -26,7 +26,7 @@ MAX_HEAD: Final = 65_536
 # Between two reads of one request, and until an answer of eldrd's own has been taken.
 STALLED_S: Final = 60.0
 # After an answer that came before the end of the request, for the client to read it.
-_LINGER_S: Final = 5.0
+LINGER_S: Final = 5.0
 _VERSIONS: Final = ("1.1", "1.0")
 _UPGRADE: Final = ("upgrade", "connection", "http2-settings")
 
@@ -38,6 +38,7 @@ class HttpConnection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_deaf",
         "_exchange",
         "_head_bytes",
         "_in_head",
@@ -60,13 +61,14 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
-        # None: what came cannot be read; nothing can follow it.
-        self._queue: collections.deque[Exchange | None] | None = None
+        self._queue: collections.deque[Exchange] | None = None
         self._exchange: Exchange | None = None
         self._in_head = False
         self._head_bytes = 0
         self._parts: list[bytes] = []
         self._size = 0
+        # After a request that cannot be read or is refused early nothing more is read, and its sender gets time to leave.
+        self._deaf = False
         self._lingering = False
         self._paused_reading = False
         self._since = server.loop.time()
@@ -119,7 +121,7 @@ class HttpConnection(asyncio.Protocol):
             self._next()
 
     def data_received(self, data: bytes) -> None:
-        if self._lingering:
+        if self._deaf:
             return
         try:
             self._parser.feed_data(data)
@@ -211,7 +213,7 @@ class HttpConnection(asyncio.Protocol):
 
     # -- requests -----------------------------------------------------------------------------------------------------------
 
-    def _take(self, exchange: Exchange | None) -> None:
+    def _take(self, exchange: Exchange) -> None:
         """Serve what has come, or let it wait for its turn."""
         if self._task is None and not self.writing_paused and self._queue is None:
             self._serve(exchange)
@@ -223,10 +225,7 @@ class HttpConnection(asyncio.Protocol):
             self._paused_reading = True
             self._transport.pause_reading()
 
-    def _serve(self, exchange: Exchange | None) -> None:
-        if exchange is None:
-            self._answer_malformed(400)
-            return
+    def _serve(self, exchange: Exchange) -> None:
         if self._transport is None or self._transport.is_closing():
             return
         coroutine = self._server.handler.handle(exchange)
@@ -248,9 +247,16 @@ class HttpConnection(asyncio.Protocol):
             self._next()
 
     def _over(self, *, keep: bool) -> None:
+        """An exchange has ended."""
         self._since = self._server.loop.time()
-        if self._transport is not None and not self._lingering and not (keep and not self._server.closing):
-            self._queue = None
+        if self._transport is None or (keep and not self._server.closing):
+            return
+        others = bool(self._queue)
+        self._queue = None
+        if self._deaf and not others:
+            # The client may still be sending: closing now could take the answer from it.
+            self._lingering = True
+        else:
             self._transport.close()
 
     def _next(self) -> None:
@@ -266,29 +272,20 @@ class HttpConnection(asyncio.Protocol):
         """Answer before the end of the request, whose rest is not read."""
         exchange.keep_alive = False
         self._exchange = None
-        self._lingering = True
+        self._deaf = True
         self._take(exchange)
 
     def _malformed(self, status: int = 400) -> None:
         self._exchange = None
         self._in_head = False
-        if self._lingering:
-            return
-        self._server.handler.malformed()
-        if self._task is None and self._queue is None:
-            self._answer_malformed(status)
-        else:
-            self._lingering = True
-            self._take(None)
-
-    def _answer_malformed(self, status: int) -> None:
-        self._lingering = True
-        self._since = self._server.loop.time()
-        if self._transport is not None and not self._transport.is_closing():
+        if not self._deaf:
+            self._deaf = True
+            self._server.handler.malformed()
+            failure = Failure(status, "BadRequestError", "The request is not well-formed HTTP.", outcome="malformed")
             exchange = Exchange(self)
             exchange.keep_alive = False
-            failure = Failure(status, "BadRequestError", "The request is not well-formed HTTP.", outcome="malformed")
-            exchange.respond(error_answer(failure))
+            exchange.failure = failure
+            self._take(exchange)
 
     def _ignore_upgrade(self, data: bytes, offset: int) -> None:
         """The parser stops at a request to switch protocols: give it the same head again without that."""
@@ -332,7 +329,7 @@ class HttpConnection(asyncio.Protocol):
         if self._task is not None:
             return
         if self._lingering:
-            if waited > _LINGER_S:
+            if waited > LINGER_S:
                 self.abort()
         elif self.writing_paused or self._exchange is not None:
             if waited > STALLED_S:
