@@ -221,6 +221,8 @@ class SignatureReceiver:
         if hello.phase != "decode" and others is not None and others != geometry:
             self._frames["unlike"].inc()
             log.warning("hook_geometry_differs", worker=hello.worker, shape=geometry.shape, others=others.shape)
+        # One object for all that count alike: what is known of it is then found by identity.
+        geometry = next((p.geometry for p in self._peers.values() if p.geometry == geometry), geometry)
         # A hook that reconnects comes over a new connection: its old one is gone.
         peer = _Peer(connection, hello, geometry, monotonic())
         silent = peer.heard - _SILENT_S
