@@ -101,7 +101,14 @@ class Admin:
             "handoffs_open": len(self._ledger),
             "signature_cache": {"rows": len(self._cache), "capacity": self._cache.capacity},
             "hooks": [
-                {"worker": h.worker, "phase": h.phase, "model": h.model, "hook": h.hook} for h in self._receiver.hooks
+                {
+                    "worker": h.worker,
+                    "phase": h.phase,
+                    "model": h.model,
+                    "hook": h.hook,
+                    "decode_steps": self._receiver.steps.status(h.worker),
+                }
+                for h in self._receiver.hooks
             ],
         }
 

@@ -67,7 +67,7 @@ async def test_h2_many_parallel_streams(stage: Stage, n: int) -> None:
     await stage.eldrd.until(stage.settled, 20.0)
     stage.fault(stage.decode)
     replies = await asyncio.gather(*(stage.post(ask(8, stream=True, max_tokens=3)) for _ in range(n)))
-    assert sum(r.whole for r in replies) == n
+    assert [(r.status, r.body[-200:]) for r in replies if not r.whole] == []
 
 
 def with_image(size: int) -> dict[str, Any]:
