@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -26,9 +27,10 @@ _NO_FIELDS: Final[tuple[tuple[bytes, bytes], ...]] = ()
 class Exchange:
     """A request, and the client's side of its answer (handoff.answer.Client).
 
-    path: without the query; headers: lower-case names to their first values; failure: what the request is answered with,
-    however it goes on; keep_alive: whether the connection may serve another request after this one; extra: further fields
-    of the answer; client_id: the X-Request-Id of the answer; stream: whether the client expects events.
+    path: without the query; headers: lower-case names to first values, of those that anybody looks at; failure: what the
+    request is answered with, however it goes on; keep_alive: whether the connection may serve another request after this
+    one; extra: further fields of the answer; client_id: the X-Request-Id of the answer; stream: whether the client expects
+    events.
     """
 
     __slots__ = (
@@ -137,6 +139,7 @@ class Exchange:
             transport.abort()
 
 
+@lru_cache(maxsize=64)
 def path_of(url: bytes) -> str:
     """The path as it came, percent-encoding included, without the query; empty if there is none (RFC 9112, 3.2)."""
     if not url.startswith(b"/"):

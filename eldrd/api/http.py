@@ -28,7 +28,14 @@ STALLED_S: Final = 60.0
 # After an answer that came before the end of the request, for the client to read it.
 LINGER_S: Final = 5.0
 _VERSIONS: Final = ("1.1", "1.0")
-_UPGRADE: Final = ("upgrade", "connection", "http2-settings")
+# Those that eldrd or its workers have a use for; the others are not worth their decoding.
+_LOOKED_AT: Final = {
+    name.encode(): name
+    for name in (
+        "authorization", "content-length", "expect", "origin", "traceparent", "tracestate", "transfer-encoding",
+        "x-eldrd-label", "x-request-id",
+    )
+}  # fmt: skip
 
 
 class HttpConnection(asyncio.Protocol):
@@ -42,6 +49,7 @@ class HttpConnection(asyncio.Protocol):
         "_exchange",
         "_head_bytes",
         "_in_head",
+        "_limit",
         "_lingering",
         "_parser",
         "_parts",
@@ -67,6 +75,7 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._parts: list[bytes] = []
         self._size = 0
+        self._limit = 0
         # After a request that cannot be read or is refused early nothing more is read, and its sender gets time to leave.
         self._deaf = False
         self._lingering = False
@@ -153,8 +162,9 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         # After the body these are trailers.
         if self._in_head and self._exchange is not None:
-            key = name.decode("latin-1").lower()
-            self._exchange.headers.setdefault(key, value.decode("utf-8", "surrogateescape"))
+            key = _LOOKED_AT.get(name.lower())
+            if key is not None:
+                self._exchange.headers.setdefault(key, value.decode("utf-8", "surrogateescape"))
 
     def on_headers_complete(self) -> None:
         exchange = self._exchange
@@ -162,7 +172,8 @@ class HttpConnection(asyncio.Protocol):
         if exchange is None:
             return
         parser = self._parser
-        exchange.method = parser.get_method().decode("latin-1")
+        method = parser.get_method()
+        exchange.method = "POST" if method == b"POST" else method.decode("latin-1")
         version = parser.get_http_version()
         exchange.http11 = version == "1.1"
         exchange.keep_alive = parser.should_keep_alive()
@@ -176,17 +187,17 @@ class HttpConnection(asyncio.Protocol):
             return
         handler = self._server.handler
         handler.begin(exchange)
-        length = exchange.headers.get("content-length")
-        limit = handler.limit()
-        if length is not None and int(length) > limit and exchange.failure is None:
+        headers = exchange.headers
+        self._limit = limit = handler.limit()
+        huge = "content-length" in headers and int(headers["content-length"]) > limit
+        if huge and exchange.failure is None:
             exchange.failure = too_large(limit)
-        if exchange.headers.get("expect", "").lower() == "100-continue":
-            if exchange.failure is not None:
+        expects = "expect" in headers and headers["expect"].lower() == "100-continue"
+        if exchange.failure is not None:
+            if huge or expects:
                 self._refuse(exchange)
-            elif self._task is None and self._transport is not None:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif exchange.failure is not None and length is not None and int(length) > limit:
-            self._refuse(exchange)
+        elif expects and self._task is None and self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         exchange = self._exchange
@@ -194,8 +205,8 @@ class HttpConnection(asyncio.Protocol):
             return
         self._since = self._server.loop.time()
         self._size += len(body)
-        if self._size > (limit := self._server.handler.limit()):
-            exchange.failure = exchange.failure or too_large(limit)
+        if self._size > self._limit:
+            exchange.failure = exchange.failure or too_large(self._limit)
             self._parts = []
             self._refuse(exchange)
         elif exchange.failure is None:
@@ -298,9 +309,7 @@ class HttpConnection(asyncio.Protocol):
             self._malformed()
             return
         lines = [b"%b %b HTTP/1.%d" % (exchange.method.encode(), exchange.url, exchange.http11)]
-        for name, value in exchange.headers.items():
-            if name not in _UPGRADE:
-                lines.append(f"{name}: {value}".encode("utf-8", "surrogateescape"))
+        lines += [f"{k}: {v}".encode("utf-8", "surrogateescape") for k, v in exchange.headers.items()]
         if not exchange.keep_alive:
             lines.append(b"connection: close")
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + data[offset:])

@@ -36,9 +36,9 @@ class FramingError(ValueError):
 
 
 class Head:
-    """Status line and header fields of one answer. Field names are lower case."""
+    """Status line and header fields of one answer. Field names are lower case. framing: BodyTracker's, once it is known."""
 
-    __slots__ = ("_first", "_passed", "fields", "keep_alive", "minor", "reason", "status")
+    __slots__ = ("_first", "_passed", "fields", "framing", "keep_alive", "minor", "reason", "status")
 
     def __init__(self, minor: int, status: int, reason: bytes, fields: list[tuple[bytes, bytes]]) -> None:
         self.minor = minor
@@ -48,6 +48,7 @@ class Head:
         # dict() keeps the last of equal names, and the first is wanted.
         self._first = first = dict(reversed(fields))
         self._passed: tuple[bytes, bool] | None = None
+        self.framing: tuple[int, int | None] | None = None
         options = first.get(b"connection")
         # Whether the peer lets the connection be used again after this message (RFC 9112, 9.3).
         self.keep_alive = minor == 1 if options is None else _kept(options.lower(), minor)
@@ -111,25 +112,12 @@ class BodyTracker:
 
     def __init__(self, head: Head) -> None:
         self._part = b""
-        self._left = 0
         self.chunks = 0
-        self.length: int | None = None
-        coding = head.get(b"transfer-encoding")
-        length = head.get(b"content-length")
-        if head.status in (204, 304) or head.status < 200:
-            self._mode = self._LENGTH
-            self.length = 0
-        elif coding is not None:
-            if coding.lower() != b"chunked" or length is not None:
-                raise FramingError("transfer-encoding")
-            self._mode = self._CHUNKED
-        elif length is not None:
-            if not length.isdigit() or [k for k, _ in head.fields].count(b"content-length") > 1:
-                raise FramingError("content-length")
-            self._mode = self._LENGTH
-            self._left = self.length = int(length)
-        else:
-            self._mode = self._CLOSE
+        framing = head.framing
+        if framing is None:
+            framing = head.framing = _framing(head)
+        self._mode, self.length = framing
+        self._left = self.length or 0
 
     @property
     def chunked(self) -> bool:
@@ -211,6 +199,23 @@ class BodyTracker:
             if end == pos:
                 return end + 2 - held
             pos = end + 2
+
+
+def _framing(head: Head) -> tuple[int, int | None]:
+    """How the body is framed (RFC 9112, 6.3), as a mode of BodyTracker, and its declared length. Raises FramingError."""
+    coding = head.get(b"transfer-encoding")
+    length = head.get(b"content-length")
+    if head.status in (204, 304) or head.status < 200:
+        return BodyTracker._LENGTH, 0
+    if coding is not None:
+        if coding.lower() != b"chunked" or length is not None:
+            raise FramingError("transfer-encoding")
+        return BodyTracker._CHUNKED, None
+    if length is not None:
+        if not length.isdigit() or [k for k, _ in head.fields].count(b"content-length") > 1:
+            raise FramingError("content-length")
+        return BodyTracker._LENGTH, int(length)
+    return BodyTracker._CLOSE, None
 
 
 def dechunk(data: bytes) -> bytes:

@@ -72,7 +72,6 @@ class Way:
 
     def post(self, worker: Worker, id_: str, parts: list[Any]) -> list[Any]:
         """A request for one worker, head first."""
-        length = sum(len(p) for p in parts)
         headers = self.request.passed_headers + self.snap.worker_headers
-        head = vllm.post(self.request.path, worker.pool.netloc, id_, length, headers)
+        head = vllm.post(self.request.path, worker.pool.netloc, id_, sum(map(len, parts)), headers)
         return [head, *parts]
