@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.eldrd_hook")
 
 HELLO_SECONDS = 5.0
-_ROWS_A_MESSAGE = 256
+# Few enough that eldrd takes a message in a millisecond.
+_ROWS_A_MESSAGE = 32
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
