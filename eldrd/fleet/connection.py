@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, dechunk, parse_head
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from eldrd.fleet.pool import ConnectionPool
 
 
-_T = TypeVar("_T")
 # Requests up to this size leave in one piece.
 _JOINED: Final = 65_536
 
@@ -95,9 +94,9 @@ class Connection(asyncio.Protocol):
         # uvloop's transports are no subclasses of asyncio's.
         self.transport = cast("asyncio.Transport", transport)
 
-    async def send(self, parts: Sequence[bytes], timeout_s: float, *, with_body: bool = False) -> Head:
-        """Write a request and wait for the head of its final answer, ``with_body`` also for the first bytes of the body,
-        which ``peek`` then shows. Raises UpstreamError(first_byte)."""
+    def send(self, parts: Sequence[bytes], timeout_s: float, *, with_body: bool = False) -> asyncio.Future[Head]:
+        """Write a request; the future has the head of its final answer, ``with_body`` only once the first bytes of the body
+        are here too, which ``peek`` then shows. Raises UpstreamError(first_byte), at once or by the future."""
         transport = self.transport
         if transport is None or transport.is_closing():
             raise UpstreamError("first_byte", "reset", answered=False, stale=self.reused)
@@ -120,30 +119,20 @@ class Connection(asyncio.Protocol):
             transport.write(b"".join(parts))
         self._deadline = loop.time() + timeout_s
         self._pool.waiting(self)
-        try:
-            return await head
-        finally:
-            self._pool.waits.pop(self, None)
+        return head
 
-    async def head(self, timeout_s: float) -> Head:
-        """Wait for the head once more after a wait was cancelled. Raises as ``send``."""
+    def head(self, timeout_s: float) -> asyncio.Future[Head]:
+        """The head of the answer once more, after a wait for it was cancelled. Raises as ``send``."""
         head = self._head
         assert head is not None
         if head.cancelled():
             if self.transport is None or self.transport.is_closing():
                 raise UpstreamError("first_byte", "reset", answered=False)
             self._head = head = self.loop.create_future()
-        return await self._until(head, timeout_s)
-
-    async def _until(self, future: asyncio.Future[_T], timeout_s: float) -> _T:
-        if not future.done():
+        if not head.done():
             self._deadline = self.loop.time() + timeout_s
             self._pool.waiting(self)
-            try:
-                await future
-            finally:
-                self._pool.waits.pop(self, None)
-        return future.result()
+        return head
 
     def overdue(self, now: float) -> bool:
         """Whether what is being waited for should have come by now."""
@@ -167,7 +156,11 @@ class Connection(asyncio.Protocol):
             self._size = sum(map(len, self._held))
             if self._size > limit:
                 self._fail("too_large")
-        await self._until(done, timeout_s)
+        if not done.done():
+            self._deadline = self.loop.time() + timeout_s
+            self._pool.waiting(self)
+            await done
+        done.result()
         return self.body()
 
     def body(self) -> bytes:
@@ -230,6 +223,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once; the worker sees a disconnect and ends the request."""
+        self._pool.waits.pop(self, None)
         self._sink = None
         if self.transport is not None:
             self.transport.abort()
@@ -282,6 +276,7 @@ class Connection(asyncio.Protocol):
     def _answer(self, head: Head) -> None:
         self._early = None
         if self._head is not None and not self._head.done():
+            self._pool.waits.pop(self, None)
             self._head.set_result(head)
 
     def _end(self, data: bytes, end: int) -> None:
@@ -304,6 +299,7 @@ class Connection(asyncio.Protocol):
             self._answer(self._early)
         # The sink may have ended the exchange: too large.
         if not done.done():
+            self._pool.waits.pop(self, None)
             done.set_result(None)
 
     def _head_bytes(self, data: bytes) -> None:
@@ -336,12 +332,14 @@ class Connection(asyncio.Protocol):
         if self._with_body:
             self._early = head
         else:
+            self._pool.waits.pop(self, None)
             head_future.set_result(head)
         rest = data[end + 4 :]
         if rest or tracker.length == 0:
             self.data_received(rest)
 
     def _fail(self, cause: str) -> None:
+        self._pool.waits.pop(self, None)
         head, done = self._head, self._done
         if head is not None and not head.done():
             answered = bool(self._held) or self._early is not None

@@ -5,7 +5,7 @@ Every way out of here ends the leases and the hand-off; what cannot be answered 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eldrd.handoff import fanout
 from eldrd.handoff.answer import Answer
@@ -15,7 +15,7 @@ from eldrd.handoff.release import Releaser
 from eldrd.handoff.way import PrefillAgainError, Way
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from eldrd.fleet.pool import IdleWatch
     from eldrd.fleet.table import LoadTable
@@ -54,16 +54,17 @@ class Lifecycle:
         self.current = current
         self.releaser = Releaser(ledger)
 
-    async def serve(self, request: Request, snapshot: Snapshot, client: Client, record: Record) -> Answer:
+    def serve(
+        self, request: Request, snapshot: Snapshot, client: Client, record: Record
+    ) -> Coroutine[Any, Any, Answer]:
         """Prefill, decide, decode, relay. Raises Failure; cancelled when the client goes away."""
 
+        def one(request: Request, client: Client, record: Record) -> Coroutine[Any, Any, Answer]:
+            return _walk(Way(self, request, snapshot, client, record))
+
         if request.single:
-            return await _walk(Way(self, request, snapshot, client, record))
-
-        async def one(request: Request, client: Client, record: Record) -> Answer:
-            return await _walk(Way(self, request, snapshot, client, record))
-
-        return await fanout.serve(request, client, record, one)
+            return one(request, client, record)
+        return fanout.serve(request, client, record, one)
 
 
 async def _walk(way: Way) -> Answer:

@@ -196,7 +196,7 @@ async def test_silence_before_the_head(server: Server) -> None:
 async def test_cancelled_before_the_head(server: Server) -> None:
     server.script = answer()
     connection = await server.pool.get()
-    task = asyncio.create_task(connection.send(REQUEST, 5.0))
+    task = asyncio.ensure_future(connection.send(REQUEST, 5.0))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
