@@ -76,10 +76,12 @@ def build(folder: Path, *, peers: bool = True) -> None:
 
 
 class Stage:
-    """The mock and the proxies in front of it, running inside a ``with`` block. Programs and logs lie in ``folder``."""
+    """The mock and the proxies in front of it, running inside a ``with`` block. Programs and logs lie in ``folder``.
+    blocks, tail: full blocks and further tokens of each prompt, as the mock's hook tells them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, blocks: int = frames.BLOCKS, tail: int = frames.TAIL) -> None:
         self._folder = folder
+        self._prompt = blocks, tail
         self._started: list[subprocess.Popen[bytes]] = []
         self._prefill, self._decode, self._hook = free_port(), [free_port() for _ in DECODE], free_port()
         self.mock_port = self._decode[0]
@@ -89,7 +91,7 @@ class Stage:
             raise BenchError("two CPU cores are needed: one for the proxy, one for the load")
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        prompts = frames.prompts()
+        prompts = frames.prompts(*self._prompt)
         frames.write_frames(prompts, self._folder / "frames.bin")
         frames.write_partition(prompts, DECODE, self._folder / "partition.safetensors")
         hook = f"{self._folder / 'frames.bin'}:{self._hook}"

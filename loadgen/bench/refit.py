@@ -1,8 +1,7 @@
 """How long fit and online refit take, and how long a refit holds the event loop: `python -m loadgen.bench.refit`.
 
-Size: 48 layers x 128 experts (Qwen3-30B-A3B). The loop is watched by a timer that should fire every millisecond: what it
-is late by is what any request would have waited. ``held`` leaves out what the loop's thread waited for a core of a busy
-machine (schedstat's run-queue time), and the same without refits tells what is left of the machine's own doing.
+Size: 48 layers x 128 experts (Qwen3-30B-A3B). The loop is watched as lateness.py says; the same without refits tells what
+is the machine's own doing.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -35,12 +33,12 @@ from eldrd.signatures.geometry import Geometry
 from eldrd.signatures.receiver import Signature
 from eldrd.telemetry import logs
 from eldrd.telemetry.metrics import Metrics
+from loadgen.bench.lateness import lateness
 
 if TYPE_CHECKING:
     from eldrd.partitions.file import Partition
 
 GEOMETRY: Final = Geometry("bench", 1, tuple(range(48)), 128, 8, 16)
-_TICK_S: Final = 0.001
 _DOMAINS: Final = 8
 
 
@@ -58,27 +56,6 @@ def capture(n: int, seed: int) -> Capture:
         prefill[i], decode[i] = rng.poisson(mixed * 200 * GEOMETRY.top_k, (2, layers, experts))
     tokens = np.full(n, 200, np.int32)
     return Capture(GEOMETRY, prefill, tokens, tokens, [None] * n, decode)
-
-
-async def lateness(seconds: float) -> dict[str, float]:
-    """How late a timer of _TICK_S fires, in milliseconds."""
-    late, held, end = [], [], perf_counter() + seconds
-    with Path("/proc/thread-self/schedstat").open("rb", buffering=0) as schedstat:  # noqa: ASYNC230, no disk
-
-        def queued() -> float:
-            return int(os.pread(schedstat.fileno(), 100, 0).split()[1]) / 1e9
-
-        while (before := perf_counter()) < end:
-            waited = queued()
-            await asyncio.sleep(_TICK_S)
-            late.append((perf_counter() - before - _TICK_S) * 1e3)
-            held.append(late[-1] - (queued() - waited) * 1e3)
-    return {**_tail("late", late), **_tail("held", held)}
-
-
-def _tail(name: str, ms: list[float]) -> dict[str, float]:
-    p99, p999 = np.quantile(ms, (0.99, 0.999)).tolist()
-    return {f"{name}_p99_ms": p99, f"{name}_p999_ms": p999, f"{name}_max_ms": max(ms)}
 
 
 async def watch(partition: Partition, rows: list[Signature], seconds: float, *, refits: bool) -> dict[str, float]:
