@@ -4,7 +4,7 @@ VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check demo-vllm test-vllm prove-vllm bench-route bench-cache bench-refit bench-relay format clean
+.PHONY: help demo test check demo-vllm test-vllm prove-vllm bench-route bench-cache bench-refit bench-path bench-loop bench-relay format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,6 +46,12 @@ bench-cache: $(VENV)/.installed  ## the signature cache as it fills and evicts
 
 bench-refit: $(VENV)/.installed  ## fit and refit: time, and what the event loop feels of it
 	$(BIN)/python -m loadgen.bench.refit
+
+bench-path: $(VENV)/.installed  ## the signature path in a running eldrd: frame to decision
+	$(BIN)/python -m loadgen.bench.path
+
+bench-loop: $(VENV)/.installed  ## what reloads, hook frames and long sums hold the event loop for
+	$(BIN)/python -m loadgen.bench.loop
 
 bench-relay: $(VENV)/.installed  ## CPU and latency of the relay against other routers
 	$(BIN)/python -m loadgen.bench.relay

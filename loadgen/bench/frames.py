@@ -46,7 +46,7 @@ class Prompts:
     @property
     def blocks(self) -> int:
         """Full blocks of each prompt."""
-        return self.hashes.shape[1]
+        return int(self.hashes.shape[1])
 
     @property
     def tokens(self) -> int:
