@@ -6,7 +6,7 @@ import asyncio
 import collections
 from typing import TYPE_CHECKING, Final, cast
 
-from eldrd.fleet.framing import MAX_HEAD, BodyTracker, FramingError, Head, dechunk, parse_head
+from eldrd.fleet.framing import MAX_HEAD, SIZES, BodyTracker, FramingError, Head, dechunk, parse_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class UpstreamError(ConnectionError):
 class Connection(asyncio.Protocol):
     """One connection to a worker, one exchange at a time: ``send``, then ``collect`` or ``relay``, then ``release``.
 
-    complete: the message has been received to its end. pieces: reads so far, for the idle watch. reused: whether an earlier
+    complete: the message has been received to its end. reused: whether an earlier
     exchange ran on this connection. tail: the last pieces of the body, by reference, for whoever wants the usage at its end.
     """
 
@@ -46,6 +46,7 @@ class Connection(asyncio.Protocol):
         "_held",
         "_idle_since",
         "_limit",
+        "_pieces",
         "_pool",
         "_reusable",
         "_sink",
@@ -54,7 +55,6 @@ class Connection(asyncio.Protocol):
         "complete",
         "loop",
         "paused",
-        "pieces",
         "reused",
         "seen",
         "seen_at",
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self.tracker: BodyTracker | None = None
         self.paused = False
         self.reused = False
-        self.pieces = 0
+        self._pieces = 0
         self.seen = -1
         self.seen_at = 0.0
         self.tail: collections.deque[bytes] = collections.deque(maxlen=4)
@@ -229,6 +229,11 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     @property
+    def progress(self) -> int:
+        """Grows with whatever is received."""
+        return self._pieces + (self.tracker.chunks if self.tracker is not None else 0)
+
+    @property
     def idle(self) -> bool:
         """Whether it is back in the pool."""
         return self in self._pool
@@ -241,11 +246,23 @@ class Connection(asyncio.Protocol):
         if tracker is None:
             self._head_bytes(data)
             return
+        sink = self._sink
+        if tracker.between_chunks and sink is not None:
+            # A relay, and mostly one whole chunk, as a worker's token comes.
+            line = data.find(b"\r\n", 0, 5)
+            if line + 4 + SIZES.get(data[:line], -4) == len(data):
+                tracker.chunks += 1
+                self.tail.append(data)
+                try:
+                    sink(data)
+                except RuntimeError:
+                    self._sink = _nowhere
+                return
         if self.complete:
             # Bytes after the end answer nothing we asked: the connection is out of step.
             self.abort()
             return
-        self.pieces += 1
+        self._pieces += 1
         try:
             end = tracker.feed(data)
         except FramingError:
@@ -255,12 +272,8 @@ class Connection(asyncio.Protocol):
             self._end(data, end)
             return
         self.tail.append(data)
-        sink = self._sink
         if sink is not None:
-            try:
-                sink(data)
-            except RuntimeError:
-                self._sink = _nowhere
+            self._give(data)
         else:
             self._hold(data)
             if self._early is not None:

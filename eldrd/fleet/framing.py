@@ -14,7 +14,7 @@ _FIELD = re.compile(_FIELD_LINE)
 _HEAD = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([^\r\n\0]*+))?((?:" + _FIELD_LINE + rb")*+)")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
 # What a chunk's size line says, for chunks as small as tokens are: looking it up is a third of what parsing it costs.
-_SMALL: Final = {line: n for n in range(1, 4_096) for line in (b"%x" % n, b"%X" % n)}
+SIZES: Final = {line: n for n in range(1, 4_096) for line in (b"%x" % n, b"%X" % n)}
 # Hop-by-hop, and the length, which the next hop's framing decides.
 _NOT_PASSED_ON = frozenset(
     (
@@ -101,10 +101,11 @@ class BodyTracker:
 
     ``feed`` gets every piece in order and answers the index in that piece where the message ends, -1 while it goes on.
     chunks: chunks of the body begun so far (chunked framing only), the last, empty one not counted. length: the declared
-    length, None where there is none.
+    length, None where there is none. between_chunks: whether the bytes so far end with a whole chunk; where they do, and
+    the next piece is one whole chunk (SIZES), a caller in a hurry may count it in ``chunks`` and not feed it.
     """
 
-    __slots__ = ("_left", "_mode", "_part", "chunks", "length")
+    __slots__ = ("_left", "_mode", "_part", "between_chunks", "chunks", "length")
     _LENGTH: Final = 0
     _CHUNKED: Final = 1
     _TRAILER: Final = 2
@@ -118,15 +119,11 @@ class BodyTracker:
             framing = head.framing = _framing(head)
         self._mode, self.length = framing
         self._left = self.length or 0
+        self.between_chunks = self._mode == self._CHUNKED
 
     @property
     def chunked(self) -> bool:
         return self._mode in (self._CHUNKED, self._TRAILER)
-
-    @property
-    def between_chunks(self) -> bool:
-        """Whether the bytes so far end with a whole chunk."""
-        return self._mode == self._CHUNKED and self._left == 0 and not self._part
 
     @property
     def ends_with_connection(self) -> bool:
@@ -141,13 +138,9 @@ class BodyTracker:
             if n < left:
                 self._left = left - n
                 return -1
-            if not left and not self._part:
-                # One whole chunk, which is what a worker's token comes as.
-                line = data.find(b"\r\n", 0, 5)
-                if line + 4 + _SMALL.get(data[:line], n) == n:
-                    self.chunks += 1
-                    return -1
-            return self._chunks(data, left)
+            end = self._chunks(data, left)
+            self.between_chunks = self._left == 0 and not self._part and self._mode == 1
+            return end
         if mode == 0:
             if n < left:
                 self._left = left - n

@@ -124,7 +124,7 @@ class IdleWatch:
 
     def add(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
-        connection.seen = connection.pieces
+        connection.seen = connection.progress
         connection.seen_at = loop.time()
         self._active.add(connection)
         if self._timer is None:
@@ -137,8 +137,8 @@ class IdleWatch:
         loop = asyncio.get_running_loop()
         now = loop.time()
         for c in list(self._active):
-            if c.pieces != c.seen:
-                c.seen = c.pieces
+            if c.progress != c.seen:
+                c.seen = c.progress
                 c.seen_at = now
             elif now - c.seen_at > self.idle_s:
                 c.stall("stalled" if c.paused else "timeout")

@@ -63,7 +63,7 @@ async def decode(way: Way, hand_off: HandOff) -> Answer:
                     # D may have begun to pull: a hand-off that is used twice gives wrong tokens.
                     raise PrefillAgainError from None
                 continue
-            way.retries.answered(worker, head.status)
+            way.answered(worker, head.status)
             start = connection.peek() if way.request.stream else b""
             failed = head.status >= 500 or (head.status == 200 and vllm.failed_stream(start))
             if failed and _prefill_is_gone(way):
@@ -118,7 +118,7 @@ def _decide(way: Way) -> tuple[Worker, object]:
             record.signature = "mismatch"
     try:
         decision: Decision = snap.decode_policy.choose(
-            snap.decode.in_flight(), way.retries.usable(snap.decode), counts, tokens, way.request.label
+            snap.decode.in_flight(), way.usable(snap.decode), counts, tokens, way.request.label
         )
     except NoWorkerError:
         way.move_on("decode")

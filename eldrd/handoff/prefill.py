@@ -57,7 +57,7 @@ async def prefill(way: Way) -> HandOff | Answer:
 def _worker(way: Way) -> Worker:
     while True:
         snap, record = way.snap, way.record
-        usable = way.retries.usable(snap.prefill)
+        usable = way.usable(snap.prefill)
         try:
             decision = snap.prefill_policy.choose(way.request.prefix, snap.prefill.in_flight(), usable)
         except NoWorkerError:
@@ -81,7 +81,7 @@ async def _once(way: Way, worker: Worker, eldr_id: str) -> tuple[Head, bytes]:
         connection = worker.pool.pop() or await worker.pool.connect()
         head = await connection.send(way.post(worker, eldr_id, [body]), limit_s)
         answer = connection.body() if connection.complete else await connection.collect(limit_s, vllm.MAX_ANSWER)
-        way.retries.answered(worker, head.status)
+        way.answered(worker, head.status)
     except UpstreamError as e:
         way.retries.failed(worker, e)
         raise

@@ -10,6 +10,10 @@ from eldrd.handoff.failure import no_worker
 from eldrd.handoff.retry import Retries
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from eldrd.fleet.table import Pool
     from eldrd.fleet.worker import Worker
     from eldrd.handoff.answer import Client
     from eldrd.handoff.lifecycle import Lifecycle
@@ -27,12 +31,12 @@ class Way:
     anybody needs it; wants_signature: whether somebody does."""
 
     __slots__ = (
+        "_retries",
         "attempt",
         "client",
         "life",
         "record",
         "request",
-        "retries",
         "signature",
         "snap",
         "wants_signature",
@@ -45,9 +49,28 @@ class Way:
         self.client = client
         self.record = record
         self.attempt = 0
-        self.retries = Retries(snap.settings, life.metrics, record)
+        self._retries: Retries | None = None
         self.signature: Signature | None = None
         self.wants_signature = snap.decode_policy.wants_signature or bool(snap.settings.capture.dir)
+
+    @property
+    def retries(self) -> Retries:
+        """Most requests have none."""
+        if self._retries is None:
+            self._retries = Retries(self.snap.settings, self.life.metrics, self.record)
+        return self._retries
+
+    def usable(self, pool: Pool) -> NDArray[np.bool_]:
+        """bool [W]: the pool's usable workers that have not failed this request."""
+        return pool.usable() if self._retries is None else self._retries.usable(pool)
+
+    def answered(self, worker: Worker, status: int) -> None:
+        """Tell the breaker of an answer."""
+        if status >= 500:
+            self.retries.answered(worker, status)
+        else:
+            # A 4xx is the client's fault, not the worker's.
+            worker.succeeded()
 
     async def late_signature(self, eldr_id: str) -> Signature | None:
         return await self.life.receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)

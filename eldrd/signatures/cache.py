@@ -9,6 +9,7 @@ import numpy as np
 from eldrd.signatures import kernels
 from eldrd.signatures.geometry import Geometry
 from eldrd.signatures.kernels import LIVE, STRIDE
+from eldrd.signatures.memory import Ahead
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +38,7 @@ class SignatureCache:
     content would have another hash; it goes when it is evicted itself or its own hash is removed.
 
     budget_bytes covers rows, index and checkpoints (a sixteenth of it). Memory is reserved at the first insert and taken
-    from the OS only as rows fill. Models whose rows look alike (same L * E and dtype) share one table, their keys kept
+    from the OS only as rows fill, a little ahead of them. Models whose rows look alike (same L * E and dtype) share one table, their keys kept
     apart by the model's fingerprint. A row layout not seen before splits the budget evenly over all layouts, which
     starts every table anew; ``clear`` forgets the layouts as well. Rows are uint8, or uint16 where a block holds 256
     tokens or more.
@@ -74,6 +75,7 @@ class SignatureCache:
             t.index, t.keys, t.referenced, t.freed, t.state, t.slab, keys, _salt(geometry), rows
         )
         self._evictions += evicted
+        t.take_ahead()
         return int(new)
 
     def gather(self, geometry: Geometry, hashes: NDArray[np.uint64], out: NDArray[np.int32]) -> int:
@@ -91,6 +93,7 @@ class SignatureCache:
                 missing = int(
                     kernels.gather_chain(t.arrays, t.checkpoints.all_arrays, keys, _salt(geometry), t.scratch, out)
                 )
+                t.checkpoints.take_ahead()
         self._misses += missing
         self._hits += keys.size - missing
         return missing
@@ -117,6 +120,7 @@ class SignatureCache:
             missing, total = kernels.add_up(t.index, t.keys, t.referenced, t.slab, keys, salt, start, out)
         else:
             missing, total = kernels.add_up_chain(t.arrays, t.checkpoints.all_arrays, keys, salt, t.scratch, start, out)
+            t.checkpoints.take_ahead()
         self._misses += missing
         self._hits += keys.size - missing
         return out, missing, total
@@ -195,7 +199,9 @@ class SignatureCache:
             checkpoints = _Table(share, layout[0], np.dtype(np.int32))
             fit = checkpoints.row_bytes <= share
             self._tables[layout] = _Table(budget - share if fit else budget, *layout)
-            self._tables[layout].checkpoints = checkpoints if fit else None
+            if fit:
+                self._tables[layout].checkpoints = checkpoints
+                checkpoints.take_ahead()
         return self._tables[width, dtype]
 
 
@@ -211,6 +217,7 @@ class _Table:
         self.freed = np.empty(self.capacity, np.int32)
         self.state = np.zeros(4, np.int64)
         self.slab = np.empty((self.capacity, width), dtype)
+        self._ahead = Ahead(self.slab)
         self.arrays = (self.index, self.keys, self.referenced, self.slab)
         self.all_arrays = (*self.arrays, self.freed, self.state)
         self.scratch = np.empty(width, np.int32)
@@ -219,6 +226,11 @@ class _Table:
     @property
     def live(self) -> int:
         return int(self.state[LIVE])
+
+    def take_ahead(self) -> None:
+        """See that the rows handed out next are in memory. None is untouched while freed ones are left, so those stored
+        now are all that were ever handed out when the next untouched one is."""
+        self._ahead.used(self.live * self.slab.strides[0])
 
 
 def warm_up() -> None:

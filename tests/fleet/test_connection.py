@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eldrd.fleet import connection as c
 from eldrd.fleet import pool as pool_module
@@ -287,7 +290,7 @@ async def test_relay_hands_on_every_byte(server: Server) -> None:
     got: list[bytes] = []
     await connection.relay(got.append)
     assert b"".join(got) == CHUNK + CHUNK + END
-    assert connection.pieces >= 2
+    assert connection.progress >= 2
     connection.release()
     assert idle(server.pool) == 1
 
@@ -551,3 +554,46 @@ async def test_connect_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UpstreamError) as e:
         await server.pool.get()
     assert (e.value.phase, e.value.cause) == ("connect", "timeout")
+
+
+class Nowhere:
+    """A transport that takes everything."""
+
+    def write(self, _: bytes) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None: ...
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=40) | st.binary(min_size=4090, max_size=4100), max_size=8),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.booleans(),
+)
+async def test_relay_of_any_chunks_in_any_pieces(parts: list[bytes], cuts: list[int], whole: bool) -> None:
+    """Whole chunks take a shortcut past the tracker: bytes, chunks and the end come out the same."""
+    chunks = [b"%x\r\n%b\r\n" % (len(p), p) for p in parts]
+    body = b"".join(chunks) + END
+    edges = sorted({0, len(body), *(c for c in cuts if c < len(body))})
+    pieces = [*chunks, END] if whole else [body[a:b] for a, b in pairwise(edges)]
+    connection = Connection(ConnectionPool("http://127.0.0.1:1", 1.0), asyncio.get_running_loop())
+    connection.connection_made(Nowhere())  # type: ignore[arg-type]
+    head = connection.send(REQUEST, 2.0)
+    connection.data_received(STREAM)
+    assert (await head).status == 200
+    got: list[bytes] = []
+    done = connection.relay(got.append)
+    before = connection.progress
+    for piece in pieces:
+        assert not connection.complete
+        connection.data_received(piece)
+        assert connection.progress > before
+        before = connection.progress
+    await done
+    assert b"".join(got) == body
+    assert connection.complete
+    assert connection.tracker is not None
+    assert connection.tracker.chunks == len(parts)
+    assert body.endswith(b"".join(connection.tail))
