@@ -37,11 +37,11 @@ class SignatureCache:
     behind it, however long it is. A checkpoint stays right when rows before it are evicted or removed, as another
     content would have another hash; it goes when it is evicted itself or its own hash is removed.
 
-    budget_bytes covers rows, index and checkpoints (a sixteenth of it). Memory is reserved at the first insert and taken
-    from the OS only as rows fill, a little ahead of them. Models whose rows look alike (same L * E and dtype) share one table, their keys kept
-    apart by the model's fingerprint. A row layout not seen before splits the budget evenly over all layouts, which
-    starts every table anew; ``clear`` forgets the layouts as well. Rows are uint8, or uint16 where a block holds 256
-    tokens or more.
+    budget_bytes covers rows, index and checkpoints (a sixteenth of it). ``reserve`` or the first insert reserves memory, and
+    it is taken from the OS only as rows fill, a little ahead of them. Models whose rows look alike (same L * E and dtype)
+    share one table, their keys kept apart by the model's fingerprint. A row layout not seen before splits the budget evenly
+    over all layouts, which starts every table anew; ``clear`` forgets the layouts as well. Rows are uint8, or uint16 where
+    a block holds 256 tokens or more.
 
     Not thread safe: one thread owns it (the event loop's). Source: the signature cache of ELDR (arXiv 2607.00466).
     """
@@ -56,6 +56,12 @@ class SignatureCache:
         self._hits = 0
         self._misses = 0
         self._evictions = 0
+
+    def reserve(self, geometry: Geometry) -> None:
+        """Rows of this geometry will come: get the memory of the first ones ready by then, as far as a thread can. Changes
+        nothing where a row layout is known."""
+        if not self._tables:
+            self._add_layout(geometry.width, _dtype(geometry))
 
     def insert(self, geometry: Geometry, hashes: NDArray[np.uint64], counts: Counts) -> int:
         """Store counts [n, L * E] under hashes uint64 [n]; returns how many rows are new.
@@ -157,7 +163,7 @@ class SignatureCache:
 
     @property
     def capacity(self) -> int:
-        """Rows that fit, over all tables; 0 before the first insert tells how large a row is."""
+        """Rows that fit, over all tables; 0 before ``reserve`` or the first insert tells how large a row is."""
         return sum(t.capacity for t in self._tables.values())
 
     @property
@@ -199,9 +205,7 @@ class SignatureCache:
             checkpoints = _Table(share, layout[0], np.dtype(np.int32))
             fit = checkpoints.row_bytes <= share
             self._tables[layout] = _Table(budget - share if fit else budget, *layout)
-            if fit:
-                self._tables[layout].checkpoints = checkpoints
-                checkpoints.take_ahead()
+            self._tables[layout].checkpoints = checkpoints if fit else None
         return self._tables[width, dtype]
 
 
@@ -217,7 +221,7 @@ class _Table:
         self.freed = np.empty(self.capacity, np.int32)
         self.state = np.zeros(4, np.int64)
         self.slab = np.empty((self.capacity, width), dtype)
-        self._ahead = Ahead(self.slab)
+        self._ahead = Ahead(self.slab, self.index, self.keys, self.referenced)
         self.arrays = (self.index, self.keys, self.referenced, self.slab)
         self.all_arrays = (*self.arrays, self.freed, self.state)
         self.scratch = np.empty(width, np.int32)

@@ -232,6 +232,8 @@ class SignatureReceiver:
                 if pending.peer is gone and gone.hello.worker == hello.worker and gone.geometry == geometry:
                     pending.peer = peer
         self._peers[connection] = peer
+        if hello.phase != "decode":
+            self._cache.reserve(geometry)
         log.info(
             "hook_connected",
             worker=hello.worker,
