@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "api": LEAVES | {"fleet", "signatures", "partitions", "routing", "handoff"},
 }
 WITHOUT_HTTP = ("signatures", "partitions", "routing")
-HTTP = {"aiohttp", "http", "urllib", "requests", "httpx"}
+HTTP = {"aiohttp", "http", "urllib", "requests", "httpx", "httptools"}
 SOURCES = [*ROOT.glob("eldrd/**/*.py"), *ROOT.glob("hooks/eldrd_hook/*.py"), *ROOT.glob("loadgen/**/*.py")]
 
 
