@@ -2,8 +2,8 @@
 
 Size: 48 layers x 128 experts (Qwen3-30B-A3B). The loop is watched as lateness.py says, first without work. Then:
 
-- reload: a whole daemon from the shipped eldrd.toml.example with policy eldr, a partition for 16 decode workers, online refit
-  and a listener for hooks, told by SIGHUP to reload as soon as it has reloaded; each time a decode worker leaves or joins,
+- reload: a whole daemon from the shipped eldrd.toml.example with policy eldr, a partition for 64 decode workers, online refit
+  and a listener for hooks, told by SIGHUP to reload 50 ms after it has reloaded; each time a decode worker leaves or joins,
   the capture begins or ends, and tau changes. Nothing listens where its workers should be.
 - frames: a hook in another process pushes new blocks, 32 rows a message as eldrd-vllm-hook does: into a full cache, where each
   row evicts another, as fast as the receiver takes them; and into memory that is touched for the first time, 100 MB/s, which
@@ -58,7 +58,7 @@ Figures = dict[str, float]
 
 BAR_MS: Final = 5.0
 SUMS: Final = (512, 8_192)
-_WORKERS: Final = tuple(f"d{i}" for i in range(16))
+_WORKERS: Final = tuple(f"d{i}" for i in range(64))
 # What eldrd-vllm-hook sends at most (hooks/eldrd_hook/push.py).
 _ROWS_A_MESSAGE: Final = 32
 _PAUSE_S: Final = _ROWS_A_MESSAGE * GEOMETRY.width / 100e6
@@ -68,6 +68,7 @@ _FLOOD_S: Final = 3.0
 # No engine has computed a prompt sooner after its hook said hello.
 _FIRST_S: Final = 0.3
 _SUM_EVERY_S: Final = 0.02
+_RELOAD_EVERY_S: Final = 0.05
 _START_S: Final = 60.0
 
 
@@ -130,6 +131,7 @@ async def reload(folder: Path, seconds: float) -> Figures:
             os.kill(os.getpid(), signal.SIGHUP)
             await _generation(served, running, turn + 2)
             turn += 1
+            await asyncio.sleep(_RELOAD_EVERY_S)
 
     try:
         await asyncio.sleep(2.0)

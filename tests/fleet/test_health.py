@@ -154,3 +154,32 @@ async def test_a_redirect_is_no_good_health(server: Server) -> None:
     await server.probes(3)
     assert not server.worker.up
     assert server.asked["models"] == 0
+
+
+@pytest.mark.parametrize("meet", [False, True])
+async def test_probes_of_many_workers_do_not_begin_in_one_turn_of_the_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, meet: bool
+) -> None:
+    workers = [Worker(LoadTable(), "decode", f"d{i}", server.worker.url, 1.0) for i in range(20)]
+    turn, begun = 0, []
+    ask = server.prober._ask
+
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def noted(worker: Worker, path: str, timeout_s: float) -> Any:
+        begun.append(turn)
+        return ask(worker, path, timeout_s)
+
+    monkeypatch.setattr(server.prober, "_ask", noted)
+    ticker = asyncio.create_task(turns())
+    if meet:
+        await server.prober.meet(workers, SETTINGS)
+    else:
+        server.prober.watch(workers, Health(interval_s=60), {})
+    await server.until(lambda: all(w.up for w in workers))
+    ticker.cancel()
+    assert len(set(begun)) > len(begun) // 2
