@@ -7,8 +7,8 @@ Size: 48 layers x 128 experts (Qwen3-30B-A3B). The loop is watched as lateness.p
   the capture begins or ends, and tau changes. Nothing listens where its workers should be.
 - frames: a hook in another process pushes new blocks, 32 rows a message as eldrd-vllm-hook does: into a full cache, where each
   row evicts another, as fast as the receiver takes them; and into memory that is touched for the first time, 100 MB/s, which
-  is 270,000 prompt tokens a second, and as fast as they are taken (flood). A flood is faster than a virtual machine gets
-  memory from its host: 2 MiB may take 5 ms.
+  is 270,000 prompt tokens a second, and as fast as they are taken (flood). A flood is faster than a virtual machine may get
+  memory from its host, which can take 5 ms for 2 MiB, so no bar is set for it.
 - sum: the first sum of prompts of 512 and of 8,192 blocks (128k tokens), every 20 ms. The first is the only long one: it
   leaves checkpoints, and the next that begins alike starts at one.
 """
@@ -58,6 +58,7 @@ Figures = dict[str, float]
 
 BAR_MS: Final = 5.0
 SUMS: Final = (512, 8_192)
+WITHOUT_BAR: Final = ("alone", "frames_flood")
 _WORKERS: Final = tuple(f"d{i}" for i in range(64))
 # What eldrd-vllm-hook sends at most (hooks/eldrd_hook/push.py).
 _ROWS_A_MESSAGE: Final = 32
@@ -227,8 +228,8 @@ async def sums(blocks: int, seconds: float) -> Figures:
 
 
 def held_too_long(results: Mapping[str, Figures]) -> list[str]:
-    """The works that held the loop for more than BAR_MS."""
-    return [name for name, f in results.items() if f["held_max_ms"] > BAR_MS]
+    """The works that held the loop for more than BAR_MS, but for those without a bar."""
+    return [name for name, f in results.items() if name not in WITHOUT_BAR and f["held_max_ms"] > BAR_MS]
 
 
 @click.command(context_settings={"show_default": True})
@@ -256,7 +257,7 @@ def main(out: Path, seconds: float) -> None:
     long = held_too_long(results)
     for name, f in results.items():
         rest = ", ".join(f"{key} {f[key]:,.1f}" for key in f if not key.startswith(("held", "late")))
-        verdict = "[red]NOT MET[/]" if name in long else "[green]met[/]"
+        verdict = "" if name in WITHOUT_BAR else "[red]NOT MET[/]" if name in long else "[green]met[/]"
         table.add_row(name, *(f"{f[c]:,.2f}" for c in columns), rest, verdict)
     Console().print(table)
     content = {
