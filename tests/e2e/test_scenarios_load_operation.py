@@ -130,7 +130,8 @@ async def test_o2_prefill_restarts_between_the_legs(stage: Stage, tmp_path: Path
     began = time.monotonic()
     replies = await asyncio.gather(*tasks)
     assert time.monotonic() - began < 2.5
-    assert {r.status for r in replies} == {500}
+    # 503 where a probe came just while the servers were down.
+    assert {r.status for r in replies} <= {500, 503}
     assert {v.kind for v in stage.fleet.violations} == {"unknown_engine"}
     stage.fleet.violations.clear()
     await stage.reload(capture={"dir": ""})
