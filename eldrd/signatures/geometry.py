@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+
+@lru_cache(maxsize=64)
+def _one(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """The first of equal tuples."""
+    return layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,10 @@ class Geometry:
     top_k: int
     block_size: int
     hash_algo: str = "sha256"
+
+    def __post_init__(self) -> None:
+        # Every request's geometry is compared with the partition's: equal layers are then one object.
+        object.__setattr__(self, "layers", _one(self.layers))
 
     @property
     def width(self) -> int:

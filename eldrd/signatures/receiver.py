@@ -273,7 +273,8 @@ class SignatureReceiver:
             self._frames["want"].inc()
             self._send(peer.connection, wire.encode(wire.Want(v=wire.VERSION, n=len(lacking)), lacking))
             return
-        _wake(pending.waiter)
+        if pending.waiter is not None:
+            _wake(pending.waiter)
 
     def _take_decoded(self, peer: _Peer, header: wire.Decoded, frames: list[Frame]) -> None:
         self._frames["decoded"].inc()
