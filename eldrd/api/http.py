@@ -47,6 +47,7 @@ class HttpConnection(asyncio.Protocol):
     __slots__ = (
         "_deaf",
         "_exchange",
+        "_going_on",
         "_head_bytes",
         "_in_head",
         "_limit",
@@ -72,6 +73,8 @@ class HttpConnection(asyncio.Protocol):
         self._queue: collections.deque[Exchange] | None = None
         self._exchange: Exchange | None = None
         self._in_head = False
+        # Whether the head began in an earlier read.
+        self._going_on = False
         self._head_bytes = 0
         self._parts: list[bytes] = []
         self._size = 0
@@ -132,6 +135,7 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        self._going_on = self._in_head
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -143,7 +147,8 @@ class HttpConnection(asyncio.Protocol):
                 raise inner from None
             self._malformed()
         if self._in_head:
-            self._head_bytes += len(data)
+            if self._going_on:
+                self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD:
                 self._malformed(431)
 
@@ -162,6 +167,9 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         # After the body these are trailers.
         if self._in_head and self._exchange is not None:
+            if not self._going_on:
+                # The read that a head begins in may hold another request's body before it.
+                self._head_bytes += len(name) + len(value)
             key = _LOOKED_AT.get(name.lower())
             if key is not None:
                 self._exchange.headers.setdefault(key, value.decode("utf-8", "surrogateescape"))
@@ -170,6 +178,9 @@ class HttpConnection(asyncio.Protocol):
         exchange = self._exchange
         self._in_head = False
         if exchange is None:
+            return
+        if self._head_bytes > MAX_HEAD:
+            self._malformed(431)
             return
         parser = self._parser
         method = parser.get_method()
@@ -232,7 +243,7 @@ class HttpConnection(asyncio.Protocol):
         if self._queue is None:
             self._queue = collections.deque()
         self._queue.append(exchange)
-        if not self._paused_reading and self._transport is not None:
+        if not self._paused_reading and self._transport is not None and not self._transport.is_closing():
             self._paused_reading = True
             self._transport.pause_reading()
 

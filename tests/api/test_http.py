@@ -84,12 +84,38 @@ async def test_what_is_no_http_ends_the_connection(stack: Stack, data: bytes) ->
     client.close()
 
 
-async def test_head_without_end(stack: Stack) -> None:
+@pytest.mark.parametrize("lines", [http.MAX_HEAD // 1000 + 2, http.MAX_HEAD // 1000 - 2])
+@pytest.mark.parametrize("complete", [False, True])
+async def test_long_head(stack: Stack, lines: int, complete: bool) -> None:
     client = await stack.connect()
-    client.writer.write(b"GET /health HTTP/1.1\r\n")
-    for _ in range(http.MAX_HEAD // 1000 + 2):
-        client.writer.write(b"a: %b\r\n" % (b"x" * 1000))
+    head = b"GET /health HTTP/1.1\r\n" + (b"a: %b\r\n" % (b"x" * 1000)) * lines
+    client.writer.write(head + b"\r\n" if complete else head)
+    too_long = lines * 1000 > http.MAX_HEAD
+    if not too_long and not complete:
+        client.writer.write(b"\r\n")
+    assert (await client.answer())[0] == (431 if too_long else 200)
+    client.close()
+
+
+async def test_one_header_without_end(stack: Stack) -> None:
+    client = await stack.connect()
+    client.writer.write(b"GET /health HTTP/1.1\r\na: ")
+    with contextlib.suppress(ConnectionError):
+        for _ in range(400):
+            client.writer.write(b"x" * 1000)
+            await client.writer.drain()
     assert (await client.answer())[0] == 431
+    client.close()
+
+
+async def test_head_behind_a_large_body(stack: Stack) -> None:
+    """What is read with it is not the head's."""
+    client = await stack.connect()
+    large = BODY[:-1] + b',"user":"%b"}' % (b"x" * 2 * http.MAX_HEAD)
+    client.writer.write(post(body=large) + b"GET /health HTTP/1.1\r\nHo")
+    assert (await client.answer())[0] == 200
+    client.writer.write(b"st: a\r\n\r\n")
+    assert (await client.answer())[0] == 200
     client.close()
 
 
