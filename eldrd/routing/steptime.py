@@ -24,9 +24,10 @@ _WORKER_PRIOR: Final = 32.0
 # Huber's constant: residuals beyond 1.345 sigma count by their sign alone (95 % efficient for normal errors).
 _HUBER: Final = 1.345
 _SIGMA_PER_MEAN_ABS: Final = 1.2533
-# A learned coefficient stays within this factor of the given one: active experts and load rise together, so that data
-# of a steady fleet say little about each alone.
+# A learned coefficient stays within this factor of the given one, both taken on the fleet's own scale: active experts and
+# load rise together, so that data of a steady fleet say little about each alone.
 _RANGE: Final = 8.0
+_COMMON: Final = 0.1
 _SOLVE_EVERY: Final = 8
 
 
@@ -49,8 +50,9 @@ class Learner:
     """Coefficients per worker slot, from the given ones on by least squares over measured TPOT.
 
     Robust: Huber's loss, old observations fade, and every worker's coefficients are drawn to the fleet's and the fleet's
-    to the given ones (ridge regression in multiples of the given ones). A worker that is slower than others gets its
-    own; one that has served little is judged as the fleet.
+    to the given ones (ridge regression in multiples of the given ones). What is given need not fit the machine: only its
+    proportions are held to, on the scale that is measured. A worker that is slower than others gets its own; one that has
+    served little is judged as the fleet.
 
     rows: float64 [slots, 3], milliseconds, as StepTime; the kernels read it.
     """
@@ -96,14 +98,23 @@ class Learner:
         self._fleet_sums = self._fleet_sums * (1 - 1 / (_MEMORY * max(1, int((self._seen > 0).sum())))) + seen
         self._seen[slot] += 1
         if self._seen[slot] % _SOLVE_EVERY == 0:
-            self._fleet = _ridge(self._fleet_sums, np.ones(3), _FLEET_PRIOR)
-            self.rows[slot] = self._unit * _ridge(self._sums[slot], self._fleet, _WORKER_PRIOR)
+            scale = _scale(self._fleet_sums)
+            self._fleet = _ridge(self._fleet_sums, np.full(3, scale), scale, _FLEET_PRIOR)
+            self.rows[slot] = self._unit * _ridge(self._sums[slot], self._fleet, scale, _WORKER_PRIOR)
 
 
-def _ridge(sums: NDArray[np.float64], centre: NDArray[np.float64], prior: float) -> NDArray[np.float64]:
-    """Multiples float64 [3] that fit sums [X'X | X'y] and lie near ``centre``, which weighs like ``prior`` observations;
-    sums of weights are in the last row."""
+def _scale(sums: NDArray[np.float64]) -> float:
+    """How many times the given step times the measured ones are, by least squares."""
+    return max(float(sums[:3, 3].sum() / sums[:3, :3].sum()), 1e-6)
+
+
+def _ridge(sums: NDArray[np.float64], centre: NDArray[np.float64], scale: float, prior: float) -> NDArray[np.float64]:
+    """Multiples float64 [3] that fit sums [X'X | X'y] and lie near ``centre``, which weighs like ``prior`` observations,
+    and within _RANGE of ``scale``; sums of weights are in the last row."""
     gram, moment, weights = sums[:3, :3], sums[:3, 3], float(sums[3, 3])
-    pull = prior * float(np.trace(gram)) / weights / 3
-    solved = np.linalg.solve(gram + pull * np.eye(3), moment + pull * centre)
-    return np.clip(solved, 1 / _RANGE, _RANGE)
+    # Mostly each on its own scale: requests weigh so little in the given times that a common one would never let them
+    # learn; but also a little in common, since alone they would take on what is noise of the others.
+    own = np.diag(gram)
+    pull = prior / weights * ((1 - _COMMON) * own + _COMMON * own.mean())
+    solved = np.linalg.solve(gram + np.diag(pull), moment + pull * centre)
+    return np.clip(solved, scale / _RANGE, scale * _RANGE)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BASELINES = ("random", "round_robin", "jsq", "p2c")
-OURS = ("eldr", "union", "guarded_band")
+OURS = ("eldr", "union")
 # 2.3 GB in bfloat16: one expert is 9.4 MB, a step of a mixed batch reads most of them.
 MODEL = ModelSpec(layers=2, hidden=2048, experts=128, topk=8, intermediate=768)
 _EXPERTS = {
@@ -46,10 +46,10 @@ class Plan:
 
     out: Path
     rounds: int = 6
-    requests: int = 60
+    requests: int = 48
     rate: float = 2.5
     prompt_tokens: int = 16
-    output_tokens: int = 64
+    output_tokens: int = 128
     calibration: int = 64
 
     def traffic(self, requests: int, output_tokens: int) -> demo.Plan:

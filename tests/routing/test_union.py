@@ -219,6 +219,20 @@ def test_learning_finds_each_workers_step_time_in_spite_of_outliers() -> None:
     assert learner.rows[4] @ (1, 90, 30) > learner.rows[0] @ (1, 90, 30) * 0.9
 
 
+@pytest.mark.parametrize("times", [1.0, 30.0])
+def test_learning_finds_a_machine_of_another_scale(times: float) -> None:
+    """A processor is thirty times as slow as what is given, and its requests weigh more beside its experts."""
+    truth = {slot: (8.0 * times, 0.2 * times, 0.3 * times) for slot in range(2)}
+    learner = Learner(StepTime(5.5, 0.2, 0.06), learn=True)
+    learner.reserve(range(2))
+    serve(learner, np.random.default_rng(0), truth, 3000)
+    for base, expert, request in truth.values():
+        for active, requests in ((40, 8), (90, 30)):
+            expected = base + expert * active + request * requests
+            assert learner.rows[0] @ (1, active, requests) == pytest.approx(expected, rel=0.08)
+        assert learner.rows[0, 2] == pytest.approx(request, rel=0.6)
+
+
 def test_given_step_times_stay_without_learning_and_bad_ones_are_refused() -> None:
     learner = Learner(StepTime(1, 2, 3), learn=False)
     learner.reserve([0])
