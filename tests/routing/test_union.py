@@ -222,7 +222,7 @@ def test_learning_finds_each_workers_step_time_in_spite_of_outliers() -> None:
 @pytest.mark.parametrize("times", [1.0, 30.0])
 def test_learning_finds_a_machine_of_another_scale(times: float) -> None:
     """A processor is thirty times as slow as what is given, and its requests weigh more beside its experts."""
-    truth = {slot: (8.0 * times, 0.2 * times, 0.3 * times) for slot in range(2)}
+    truth = dict.fromkeys(range(2), (8.0 * times, 0.2 * times, 0.3 * times))
     learner = Learner(StepTime(5.5, 0.2, 0.06), learn=True)
     learner.reserve(range(2))
     serve(learner, np.random.default_rng(0), truth, 3000)
