@@ -166,7 +166,10 @@ def figures(runs: dict[str, list[list[client.Result]]], pure: dict[str, list[flo
 def _table(result: dict[str, Any]) -> Table:
     times = ("TPOT P50", "P99", "to best LB", "95 %", "purity")
     table = Table("policy", *times, *_EXPERTS, "errors", title=f"real vLLM, {result['rounds']} rounds; milliseconds")
-    table.caption = f"LB: {result['best_baseline']}, paired by round; experts: of a step, mean a layer, by the hooks; batch: requests a step"
+    table.caption = (
+        f"LB: {result['best_baseline']}, paired by round; experts: of a step, mean a layer, by the hooks; "
+        "batch: requests a step"
+    )
     for i, column in enumerate(table.columns):
         column.justify, column.no_wrap = "right" if i else "left", True
     for policy, row in result["policies"].items():
