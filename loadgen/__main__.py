@@ -92,7 +92,7 @@ def chaos(requests: int, seed: int, parallel: int, out: Path, report: Path | Non
 )
 @click.option("--rounds", default=6, help="Rounds; each runs every policy.")
 @click.option("--requests", default=48, help="Requests of a policy's run.")
-@click.option("--rate", default=2.5, help="Requests a second.")
+@click.option("--rate", default=3.0, help="Requests a second.")
 def prove_vllm(out: Path, rounds: int, requests: int, rate: float) -> None:
     """Compare the policies' TPOT on real vLLM servers with a model that is bound by its expert weights."""
     from loadgen.vllm import prove

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import numpy as np
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from loadgen.workloads import Request
 
@@ -64,10 +64,12 @@ async def run(
     labels: Sequence[str] = (),
     timeout_s: float = 120.0,
     started: Callable[[Progress], None] | None = None,
+    more: Callable[[Request], Mapping[str, Any]] | None = None,
 ) -> list[Result]:
     """Send ``trace`` to ``url``/v1/completions; results in trace order, when the last has ended.
 
     labels: name of each domain, sent as x-eldrd-label. started is called once with the live counters.
+    more: further fields of a request's body.
     """
     progress = Progress(len(trace))
     if started is not None:
@@ -77,7 +79,7 @@ async def run(
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
         begin = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_one(session, r, begin, model, labels, progress)) for r in trace]
+            running = [tasks.create_task(_one(session, r, begin, model, labels, progress, more)) for r in trace]
     return [t.result() for t in running]
 
 
@@ -88,10 +90,11 @@ async def _one(
     model: str | None,
     labels: Sequence[str],
     progress: Progress,
+    more: Callable[[Request], Mapping[str, Any]] | None,
 ) -> Result:
     loop = asyncio.get_running_loop()
     result = Result(request.at, request.domain)
-    body = {
+    body: dict[str, Any] = {
         "prompt": request.prompt,
         "max_tokens": request.output_tokens,
         "ignore_eos": True,
@@ -100,6 +103,8 @@ async def _one(
     }
     if model is not None:
         body["model"] = model
+    if more is not None:
+        body |= more(request)
     headers = {"Content-Type": "application/json"}
     if labels:
         headers["X-Eldrd-Label"] = labels[request.domain]

@@ -19,7 +19,7 @@ from loadgen.vllm.truth import Truth
 from loadgen.workloads import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 
@@ -48,11 +48,13 @@ def trace(stack: Stack, plan: Plan, seed: int) -> list[Request]:
     ]
 
 
-async def measure(stack: Stack, plan: Plan, seed: int) -> tuple[list[client.Result], float]:
-    """Send a trace through eldrd; the results and the domain purity."""
+async def measure(
+    stack: Stack, plan: Plan, seed: int, more: Callable[[Request], Mapping[str, Any]] | None = None
+) -> tuple[list[client.Result], float]:
+    """Send a trace through eldrd; the results and the domain purity. more: as in client.run."""
     wanted = trace(stack, plan, seed)
     labels = [f"domain-{d}" for d in range(stack.spec.model.domains)]
-    results = await client.run(stack.eldrd.url, wanted, model=stack.model, labels=labels)
+    results = await client.run(stack.eldrd.url, wanted, model=stack.model, labels=labels, more=more)
     return results, checks.purity([r.domain for r in results], [r.worker for r in results])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
+from scipy import optimize, stats
 
 from loadgen import client, report
 from loadgen.vllm import checks, demo, experts
 from loadgen.vllm.model import ModelSpec
 from loadgen.vllm.stack import Stack, StackSpec
+from loadgen.workloads import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 BASELINES = ("random", "round_robin", "jsq", "p2c")
 OURS = ("eldr", "union")
@@ -38,6 +40,8 @@ _EXPERTS = {
     "batch": "step_requests",
 }
 _WIDTH = 132
+# Requests in the largest batch that the step time is measured with.
+_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Plan:
     out: Path
     rounds: int = 6
     requests: int = 48
-    rate: float = 2.5
+    rate: float = 3.0
     prompt_tokens: int = 16
     output_tokens: int = 128
     calibration: int = 64
@@ -60,24 +64,26 @@ async def run(plan: Plan) -> int:
     """Run all rounds; exit status 0 if every request was answered and outputs were equal under all policies."""
     console = Console(width=max(_WIDTH, Console().width))
     begin = time.monotonic()
-    spec = StackSpec(model=MODEL, dtype="bfloat16", plain=False)
+    spec = StackSpec(model=MODEL, dtype="bfloat16", plain=False, extra=("--stream-interval", "8"))
     async with Stack(plan.out, spec) as stack:
         pin(stack)
         console.print(f"up after {time.monotonic() - begin:.0f} s; calibration")
         await calibrate(stack, plan)
+        costs = await step_time(stack, plan)
+        console.print(f"a step here: {costs}", highlight=False)
         runs: dict[str, list[list[client.Result]]] = {p: [] for p in (*BASELINES, *OURS)}
         pure: dict[str, list[float]] = {p: [] for p in runs}
         steps: dict[str, list[experts.Steps]] = {p: [] for p in runs}
         predicted: dict[str, list[float]] = {p: [] for p in runs}
-        digests = {policy: await outputs(stack, policy) for policy in ("jsq", *OURS)}
+        digests = {policy: await outputs(stack, policy, costs) for policy in ("jsq", *OURS)}
         for i in range(plan.rounds):
             traffic = plan.traffic(plan.requests, plan.output_tokens)
             counts = await experts.signatures(stack, demo.trace(stack, traffic, 100 + i), stack.out / "capture-round")
             # Another order each round, so that nobody always follows the same neighbour.
             for policy in np.random.default_rng(i).permutation(list(runs)).tolist():
-                await use(stack, policy)
+                await use(stack, policy, costs)
                 async with experts.Watch(stack) as watch:
-                    results, purity = await demo.measure(stack, traffic, 100 + i)
+                    results, purity = await demo.measure(stack, traffic, 100 + i, sampled(stack))
                 runs[policy].append(results)
                 pure[policy].append(purity)
                 steps[policy].append(watch.result)
@@ -90,7 +96,11 @@ async def run(plan: Plan) -> int:
     result = figures(runs, pure)
     for policy, row in result["policies"].items():
         row |= experts.summary(steps[policy], predicted[policy])
-    result |= {"outputs_equal": len(set(digests.values())) == 1, "wall_s": round(time.monotonic() - begin, 1)}
+    result |= {
+        "outputs_equal": len(set(digests.values())) == 1,
+        "step_time": costs,
+        "wall_s": round(time.monotonic() - begin, 1),
+    }
     report.write_json(result, plan.out / "report.json")
     console.print(_table(result))
     console.print(f"{plan.out / 'report.json'}", highlight=False)
@@ -107,6 +117,21 @@ def pin(stack: Stack) -> None:
                 os.sched_setaffinity(int(task.name), {processors[i % len(processors)]})
 
 
+def sampled(stack: Stack) -> Callable[[Request], dict[str, Any]]:
+    """Fields that have a request's output drawn from its domain's tokens, by its own seed. Greedy output of a model that was
+    never trained soon repeats a few tokens that are everybody's."""
+    allowed = [list(stack.spec.model.domain_tokens(d)) for d in range(stack.spec.model.domains)]
+
+    def fields(request: Request) -> dict[str, Any]:
+        return {
+            "temperature": 1.0,
+            "seed": zlib.crc32(repr(request.prompt).encode()),
+            "allowed_token_ids": allowed[request.domain],
+        }
+
+    return fields
+
+
 async def calibrate(stack: Stack, plan: Plan) -> None:
     """Capture, and fit a partition of the decode servers."""
     capture = stack.out / "capture"
@@ -116,13 +141,35 @@ async def calibrate(stack: Stack, plan: Plan) -> None:
     await stack.eldrd.fit(capture, stack.out / "partitions.safetensors")
 
 
-async def use(stack: Stack, policy: str) -> None:
-    await stack.eldrd.reload(decode={"policy": policy}, partitions={"file": str(stack.out / "partitions.safetensors")})
+async def step_time(stack: Stack, plan: Plan) -> dict[str, float]:
+    """What a decode step costs here, as the settings of [union]: milliseconds of an empty one, of one more active expert and
+    of one more request, by least squares over batches on one decode server alone. Equal prompts decode equal tokens, so that
+    a batch of them reads the experts of one."""
+    url = stack.fleet.decode[0].url
+    domains = stack.spec.model.domains
+    prompts = [checks.prompt(stack, plan.prompt_tokens, 5_000 + i, i % domains) for i in range(_BATCH)]
+    batches = ([0], [0] * (_BATCH // 2), [0] * _BATCH, range(0, _BATCH, 2), range(_BATCH))
+    rows, times = [], []
+    for batch in batches:
+        wanted = [Request(0.0, i % domains, prompts[i], 48) for i in batch]
+        # The first time fills the prefix cache.
+        await client.run(url, wanted, model=stack.model, more=sampled(stack))
+        async with experts.Watch(stack) as watch:
+            results = await client.run(url, wanted, model=stack.model, more=sampled(stack))
+        rows.append((1.0, watch.result.active, watch.result.requests))
+        times.append(median_tpot(results))
+    found, _ = optimize.nnls(np.array(rows), np.array(times))
+    return dict(zip(("base_ms", "expert_ms", "request_ms"), found.round(3).tolist(), strict=True))
 
 
-async def outputs(stack: Stack, policy: str) -> str:
+async def use(stack: Stack, policy: str, steps: dict[str, float]) -> None:
+    files = {"file": str(stack.out / "partitions.safetensors")}
+    await stack.eldrd.reload(decode={"policy": policy}, partitions=files, union=steps)
+
+
+async def outputs(stack: Stack, policy: str, steps: dict[str, float]) -> str:
     """A digest of greedy outputs, one after another, under a policy."""
-    await use(stack, policy)
+    await use(stack, policy, steps)
     digest = hashlib.sha256()
     async with stack.client(stack.eldrd.url) as through:
         for i in range(6):

@@ -32,6 +32,7 @@ class StackSpec:
     lease_seconds: int = 30
     dtype: str = "float32"
     plain: bool = True
+    extra: tuple[str, ...] = ()
 
 
 class Stack:
@@ -47,6 +48,7 @@ class Stack:
             dtype=self.spec.dtype,
             max_num_batched_tokens=self.spec.max_num_batched_tokens,
             lease_seconds=self.spec.lease_seconds,
+            extra=self.spec.extra,
         )
         self.model = settings.served_name
         self.fleet = VllmFleet(
