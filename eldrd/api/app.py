@@ -161,7 +161,7 @@ class App:
                 try:
                     exchange.respond(answer)
                 except ConnectionResetError:
-                    record.outcome = "client_gone"
+                    record.outcome, record.status = "client_gone", 499
                     raise
             return answer.complete and exchange.keep_alive
         finally:
