@@ -34,7 +34,7 @@ test-vllm:  ## tests on real vLLM with NIXL and the hook
 	PYTHON=$(PYTHON) loadgen/vllm/install.sh $(VLLM)
 	$(VLLM)/bin/python -m pytest tests/vllm
 
-prove-vllm:  ## TPOT of the policies on real vLLM, interleaved rounds; half an hour; report in out/prove
+prove-vllm:  ## TPOT of the policies on real vLLM, interleaved rounds; 20 minutes; report in out/prove
 	PYTHON=$(PYTHON) loadgen/vllm/install.sh $(VLLM)
 	$(VLLM)/bin/python -m loadgen prove-vllm
 

@@ -116,7 +116,13 @@ def long_prompt() -> dict[str, float]:
 
 @click.command()
 @click.option("--out", default="out/bench/cache.json", show_default=True, type=click.Path(path_type=Path))
-@click.option("--gib", default=1.0, show_default=True, type=click.FloatRange(0.2, 64), help="Budget of the cache.")
+@click.option(
+    "--gib",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(1, 64),
+    help="Budget of the cache; a smaller one does not hold the recent prompts that are summed.",
+)
 @click.option("--turns", default=2.0, show_default=True, type=click.FloatRange(0.2, 20), help="Times it is filled.")
 def main(out: Path, gib: float, turns: float) -> None:
     """Measure, print a table and write JSON."""
