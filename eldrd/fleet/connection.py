@@ -42,6 +42,7 @@ class Connection(asyncio.Protocol):
         "_deadline",
         "_done",
         "_early",
+        "_enough",
         "_head",
         "_held",
         "_idle_since",
@@ -51,7 +52,6 @@ class Connection(asyncio.Protocol):
         "_reusable",
         "_sink",
         "_size",
-        "_with_body",
         "complete",
         "loop",
         "paused",
@@ -83,9 +83,9 @@ class Connection(asyncio.Protocol):
         self._limit = 0
         self._sink: Callable[[bytes], object] | None = None
         self._head: asyncio.Future[Head] | None = None
-        # A head that waits for the first bytes of its body, and whether it has to.
+        # A head that waits for the first bytes of its body, and how many it has to.
         self._early: Head | None = None
-        self._with_body = False
+        self._enough: Callable[[bytes], bool] | None = None
         self._done: asyncio.Future[None] | None = None
         # When the wait for a head or a whole body is over; the pool's watch looks at it.
         self._deadline = 0.0
@@ -94,9 +94,12 @@ class Connection(asyncio.Protocol):
         # uvloop's transports are no subclasses of asyncio's.
         self.transport = cast("asyncio.Transport", transport)
 
-    def send(self, parts: Sequence[bytes], timeout_s: float, *, with_body: bool = False) -> asyncio.Future[Head]:
-        """Write a request; the future has the head of its final answer, ``with_body`` only once the first bytes of the body
-        are here too, which ``peek`` then shows. Raises UpstreamError(first_byte), at once or by the future."""
+    def send(
+        self, parts: Sequence[bytes], timeout_s: float, *, enough: Callable[[bytes], bool] | None = None
+    ) -> asyncio.Future[Head]:
+        """Write a request; the future has the head of its final answer, with ``enough`` only once that says so of the body's
+        first bytes, which ``peek`` then shows, or the body is over. Raises UpstreamError(first_byte), at once or by the
+        future."""
         transport = self.transport
         if transport is None or transport.is_closing():
             raise UpstreamError("first_byte", "reset", answered=False, stale=self.reused)
@@ -107,7 +110,7 @@ class Connection(asyncio.Protocol):
         self._limit = 0
         self._held = []
         self._early = None
-        self._with_body = with_body
+        self._enough = enough
         loop = self.loop
         head: asyncio.Future[Head] = loop.create_future()
         self._head = head
@@ -276,7 +279,7 @@ class Connection(asyncio.Protocol):
             self._give(data)
         else:
             self._hold(data)
-            if self._early is not None:
+            if self._early is not None and self._enough is not None and self._enough(self.peek()):
                 self._answer(self._early)
 
     def _hold(self, data: bytes) -> None:
@@ -342,7 +345,7 @@ class Connection(asyncio.Protocol):
             return
         self.tracker = tracker
         self._reusable = head.keep_alive and not tracker.ends_with_connection
-        if self._with_body:
+        if self._enough is not None:
             self._early = head
         else:
             self._pool.waits.pop(self, None)

@@ -27,6 +27,8 @@ _HEAD: Final = (
 )
 _DROPPED_ON_PREFILL: Final = ("stream", "stream_options", "n", "best_of")
 _ERROR_EVENT = re.compile(rb'(?:[0-9A-Fa-f]+\r\n)?data: \{"error":')
+_ERROR_START: Final = b'data: {"error":'
+_SIZE_LINE = re.compile(rb"[0-9A-Fa-f]{1,15}(?:\r\n?)?")
 _USAGE = re.compile(rb'"usage":\s*\{[^{}]*?"completion_tokens":\s*(\d+)')
 
 
@@ -124,6 +126,18 @@ def failed_stream(start: bytes) -> bool:
     """Whether a stream's first event is an error, as when the decode server could not load the KV; ``start``: the first
     bytes of the body, chunked or not."""
     return _ERROR_EVENT.match(start) is not None
+
+
+def start_is_known(start: bytes) -> bool:
+    """Whether so much of a stream is here that ``failed_stream`` can tell, however it was cut."""
+    size = _SIZE_LINE.match(start)
+    if size is not None:
+        # Cut in the size line, which is no start of an event.
+        if size.end() == len(start):
+            return False
+        if size[0].endswith(b"\n"):
+            start = start[size.end() :]
+    return not _ERROR_START.startswith(start[: len(_ERROR_START)]) or len(start) >= len(_ERROR_START)
 
 
 def error_of_stream(body: bytes) -> tuple[int, bytes]:

@@ -50,7 +50,8 @@ async def decode(way: Way, hand_off: HandOff) -> Answer:
                 parts = way.post(worker, hand_off.id, body)
                 hand_off.given = True
                 limit_s = way.snap.settings.timeouts.first_byte_s
-                head = await connection.send(parts, limit_s, with_body=way.request.stream)
+                enough = vllm.start_is_known if way.request.stream else None
+                head = await connection.send(parts, limit_s, enough=enough)
             except asyncio.CancelledError:
                 if hand_off.given:
                     # D ends an aborted request's hand-off itself.

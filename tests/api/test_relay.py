@@ -153,10 +153,42 @@ async def test_fields_of_the_worker(stack: Stack) -> None:
     client.close()
 
 
+@pytest.mark.parametrize("cut", [1, 3, 5, 8, 12, 19, 30])
+async def test_error_event_in_pieces_is_an_error(stack: Stack, cut: int) -> None:
+    event = b'data: {"error": {"message": "no", "code": 400}}\n\n'
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+
+    async def refuses(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED, body[:cut], body[cut:], pause_s=0.02)
+
+    stack.D.script = refuses
+    client = await stack.connect()
+    client.ask()
+    status, _, got = await client.answer()
+    assert (status, orjson.loads(got)["error"]["message"]) == (400, "no")
+    client.close()
+
+
 # -- losses -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [b"9\r\ndata: a\n\n\r\n", b"9\r\ndat", b"9"])
+@pytest.mark.parametrize("piece", [b"9\r\ndat", b"9"])
+async def test_worker_lost_before_its_first_event(stack: Stack, piece: bytes) -> None:
+    """Nothing has been written yet: the client gets a status."""
+
+    async def dies(exchange: Exchange) -> None:
+        await exchange.write(CHUNKED, piece, pause_s=0.02)
+        exchange.writer.transport.abort()
+
+    stack.D.script = dies
+    client = await stack.connect()
+    client.ask()
+    status, _, body = await client.answer()
+    assert (status, orjson.loads(body)["error"]["code"]) == (502, 502)
+    client.close()
+
+
+@pytest.mark.parametrize("piece", [b"9\r\ndata: a\n\n\r\n", b"9\r\ndata: a", b'4d\r\ndata: {"id"'])
 async def test_worker_lost_in_a_stream(stack: Stack, piece: bytes) -> None:
     async def dies(exchange: Exchange) -> None:
         await exchange.write(CHUNKED, piece, pause_s=0.02)

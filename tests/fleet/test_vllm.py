@@ -266,3 +266,17 @@ def test_the_id_goes_to_decode_only_where_it_is_to_count() -> None:
     counted = json.loads(b"".join(vllm.decode_parts(body, PARAMS, "r-1")))
     assert counted["kv_transfer_params"] == {**PARAMS, "eldr_id": "r-1"}
     assert "eldr_id" not in PARAMS
+
+
+@pytest.mark.parametrize("size", [b"", b"2a\r\n", b"F\r\n"])
+@pytest.mark.parametrize(
+    "event", [b'data: {"error": {"code": 400}}\n\n', b'data: {"id": "a"}\n\n', b": ping\n\n", b"data: [DONE]\n\n"]
+)
+def test_start_of_a_stream_is_known_as_soon_as_it_can_be(size: bytes, event: bytes) -> None:
+    """What is told of a start holds for every longer one."""
+    stream = size + event
+    known = [n for n in range(1, len(stream) + 1) if vllm.start_is_known(stream[:n])]
+    assert known == list(range(known[0], len(stream) + 1))
+    assert known[0] <= len(size) + len(b'data: {"error":')
+    for n in known:
+        assert vllm.failed_stream(stream[:n]) == (b"error" in event)
