@@ -99,11 +99,13 @@ class Exchange:
         return self.http11 or not tracker.chunked
 
     def start(
-        self, head: Head, tracker: BodyTracker, extra: tuple[bytes, bytes], body: bytes = b""
+        self, head: Head, tracker: BodyTracker, extra: tuple[bytes, bytes] | None, body: bytes = b""
     ) -> Callable[[bytes], object]:
         transport = self._connection.transport
         passed, dated = head.passed
-        parts = [b"HTTP/1.1 %d %b\r\n%b%b: %b\r\n" % (head.status, head.reason, passed, *extra)]
+        parts = [b"HTTP/1.1 %d %b\r\n%b" % (head.status, head.reason, passed)]
+        if extra is not None:
+            parts.append(b"%b: %b\r\n" % extra)
         if not dated:
             parts.append(_date())
         if tracker.chunked:

@@ -25,10 +25,10 @@ class Client(Protocol):
         """Whether the worker's framing can pass to this client as it is."""
 
     def start(
-        self, head: Head, tracker: BodyTracker, extra: tuple[bytes, bytes], body: bytes = b""
+        self, head: Head, tracker: BodyTracker, extra: tuple[bytes, bytes] | None, body: bytes = b""
     ) -> Callable[[bytes], object]:
-        """Write the worker's head, with one more field, and what there is of its body; what takes further bytes. Raises
-        ConnectionError if the client is gone."""
+        """Write the worker's head, with one more field if there is one, and what there is of its body; what takes further
+        bytes. Raises ConnectionError if the client is gone."""
 
     def attach(self, flow: Flow) -> None:
         """Couple flow control: a client that reads slowly pauses ``flow``."""

@@ -146,8 +146,9 @@ async def _one(merge: _Merge, index: int, request: Request, record: Record, part
         merge.field = merge.field or _decode_field(answer.headers)
 
 
-def _decode_field(headers: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    return next((field for field in headers if field[0] == _DECODE), (_DECODE, b""))
+def _decode_field(headers: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
+    """What names the decode worker; None for an answer that ended at prefill."""
+    return next((field for field in headers if field[0] == _DECODE), None)
 
 
 def _gather_record(record: Record, records: list[Record], samples: int) -> None:
@@ -196,7 +197,7 @@ class _Merge:
     def started(self) -> bool:
         return self._write is not None
 
-    def take(self, index: int, events: list[bytes], field: tuple[bytes, bytes]) -> None:
+    def take(self, index: int, events: list[bytes], field: tuple[bytes, bytes] | None) -> None:
         """Pass on the events of one part. An error event ends the part."""
         for data in events:
             if data == DONE:
@@ -227,7 +228,7 @@ class _Merge:
             event.pop("usage", None)
         return event
 
-    def _start(self, field: tuple[bytes, bytes]) -> None:
+    def _start(self, field: tuple[bytes, bytes] | None) -> None:
         if self._write is None:
             head = Head(1, 200, b"OK", [_EVENTS, (b"transfer-encoding", b"chunked")])
             self._chunked = self._client.can_relay(BodyTracker(head))
@@ -249,7 +250,7 @@ class _Merge:
         request = self._request
         if not request.stream:
             return Answer(200, orjson.dumps(self._merged()), [_JSON] if self.field is None else [_JSON, self.field])
-        self._start((_DECODE, records[0].decode.encode()))
+        self._start((_DECODE, records[0].decode.encode()) if records[0].decode else None)
         if request.include_usage:
             base: dict[str, Any] = {
                 "object": "chat.completion.chunk" if request.chat else "text_completion",
@@ -318,7 +319,7 @@ class _Part:
         self._index = index
         self._decoder = ChunkDecoder()
         self._splitter = EventSplitter()
-        self._field = (_DECODE, b"")
+        self._field: tuple[bytes, bytes] | None = None
         self._connection: Connection | None = None
         self._broken = False
 
@@ -329,7 +330,7 @@ class _Part:
         self,
         head: Head,  # noqa: ARG002
         tracker: BodyTracker,  # noqa: ARG002
-        extra: tuple[bytes, bytes],
+        extra: tuple[bytes, bytes] | None,
         body: bytes = b"",
     ) -> Callable[[bytes], object]:
         self._field = extra

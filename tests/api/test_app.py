@@ -324,3 +324,18 @@ async def test_what_is_no_http_is_counted_not_logged(stack: Stack, lines: list[A
     assert orjson.loads(body)["error"]["type"] == "BadRequestError"
     assert stack.metrics.requests.labels("", 400, "malformed").value == 1
     assert lines == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_parts_that_end_at_prefill_name_no_decode_worker(stack: Stack, stream: bool) -> None:
+    async def script(exchange: Exchange) -> None:
+        choice = {"index": 0, "text": "a", "finish_reason": "stop"}
+        await exchange.json({**stack.prefilled, "choices": [choice]})
+
+    stack.P.script = script
+    client = await stack.connect()
+    client.ask(n=2, stream=stream)
+    status, head, _ = await client.answer()
+    assert status == 200
+    assert b"x-eldrd-decode" not in head.lower()
+    client.close()
