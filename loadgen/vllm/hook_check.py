@@ -318,7 +318,7 @@ def events() -> dict[str, Any]:
     engine, truth = _qwen(kv_events=address, kv_events_config=publish, kv_cache_memory_bytes=12 << 20)
     shared = [engine.prompt(96) for _ in range(6)]
     sent = 0
-    for _ in range(50):
+    for _ in range(63):
         batch = [
             shared[int(engine.rng.integers(6))] + engine.prompt(int(engine.rng.integers(1, 150))) for _ in range(8)
         ]
