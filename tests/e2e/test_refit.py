@@ -87,5 +87,5 @@ async def test_refit_follows_traffic_and_survives(eldrd: Daemon, fleet: Emulated
     eldrd.configure(refit={"enabled": True, "every_s": 3600.0})
     await eldrd.start()
     assert (await eldrd.get("/admin/status"))["partition"]["created"] == kept.created
-    assert homes(*await send(eldrd, 40, seed=6)) > 0.75
+    assert homes(*await send(eldrd, 80, seed=6)) > 0.8
     assert fleet.violations == []
