@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 OUTPUT = 70
+SIDE_BY_SIDE = 12
 
 
 async def test_captures_hold_what_was_decoded(stack: Stack, tmp_path: Path) -> None:
@@ -81,8 +82,8 @@ async def measured(stack: Stack) -> dict[str, tuple[float, float, float]]:
 
 
 async def test_active_experts_of_decode_steps_are_measured(stack: Stack) -> None:
-    """One request reads top-k experts a step; several side by side read more, but no more than all of theirs."""
-    top_k, experts = stack.spec.model.topk, stack.spec.model.experts
+    """One request reads top-k experts a step; several side by side read more, and those of one domain share some."""
+    top_k = stack.spec.model.topk
     before = await measured(stack)
     async with stack.client(stack.eldrd.url) as client:
         await checks.generate(
@@ -93,15 +94,15 @@ async def test_active_experts_of_decode_steps_are_measured(stack: Stack) -> None
         since = tuple(now - then for then, now in zip(before[worker], alone[worker], strict=True))
         # D computes the prompt's last token itself, and all that it generates but the last one.
         assert since == (OUTPUT, OUTPUT, OUTPUT * top_k)
-        prompts = [checks.prompt(stack, 40, 993 + i, i % stack.spec.model.domains) for i in range(8)]
+        prompts = [checks.prompt(stack, 40, 993 + i, 0) for i in range(SIDE_BY_SIDE)]
         await asyncio.gather(
             *(checks.generate(client, stack.model, p, chat=False, stream=True, tokens=OUTPUT) for p in prompts)
         )
     after = await measured(stack)
     steps, requests, active = (sum(now[i] - alone[w][i] for w, now in after.items()) for i in range(3))
-    assert requests == 8 * OUTPUT
+    assert requests == SIDE_BY_SIDE * OUTPUT
     assert OUTPUT <= steps < requests
-    assert 1.2 * top_k < active / steps < min(experts, top_k * requests / steps)
+    assert top_k * steps < active < top_k * requests
     hooks = {h["worker"]: h for h in (await stack.eldrd.get("/admin/status"))["hooks"]}
     assert set(after) < set(hooks)
     assert await stack.eldrd.metric("eldrd_worker_steps_missed_total") == 0
