@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import socket
 from typing import TYPE_CHECKING, Final, cast
 
 from eldrd.fleet.framing import MAX_HEAD, SIZES, BodyTracker, FramingError, Head, dechunk, parse_head
@@ -176,6 +177,9 @@ class Connection(asyncio.Protocol):
         fails with UpstreamError(body). A RuntimeError of ``write``, as of uvloop's transport once it is closed, means that
         nobody reads any more: the rest is dropped until the exchange is released."""
         assert self._done is not None
+        if self.transport is not None and not self.transport.is_closing():
+            # Acknowledge every second piece: one packet for each costs as much as reading it does.
+            self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
         self._attach(write)
         return self._done
 

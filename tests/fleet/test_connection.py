@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -282,6 +283,18 @@ async def test_too_large(server: Server, pieces: list[bytes]) -> None:
     assert idle(server.pool) == 0
 
 
+async def test_a_relay_does_not_acknowledge_each_piece_by_itself(server: Server) -> None:
+    server.script = answer(STREAM + CHUNK, CHUNK + END)
+    connection = await server.pool.get()
+    await connection.send(REQUEST, 2.0)
+    assert connection.transport is not None
+    option = connection.transport.get_extra_info("socket").getsockopt
+    assert option(socket.IPPROTO_TCP, socket.TCP_QUICKACK)
+    done = connection.relay(lambda _: None)
+    assert not option(socket.IPPROTO_TCP, socket.TCP_QUICKACK)
+    await done
+
+
 async def test_relay_hands_on_every_byte(server: Server) -> None:
     server.script = answer(STREAM + CHUNK[:3], CHUNK[3:], CHUNK + END)
     connection = await server.pool.get()
@@ -557,7 +570,13 @@ async def test_connect_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) 
 
 
 class Nowhere:
-    """A transport that takes everything."""
+    """A transport that takes everything, and its options."""
+
+    def get_extra_info(self, name: str) -> Nowhere:
+        assert name == "socket"
+        return self
+
+    def setsockopt(self, *_: int) -> None: ...
 
     def write(self, _: bytes) -> None: ...
 
