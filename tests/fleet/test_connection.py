@@ -64,14 +64,14 @@ class Server:
         self.requests.append(head + await reader.readexactly(2))
 
 
-def answer(*pieces: bytes, close: bool = False, reset: bool = False) -> Script:
+def answer(*pieces: bytes, close: bool = False, reset: bool = False, pause_s: float = 0.01) -> Script:
     """After one request, write the pieces with a pause between them; then close or reset."""
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"{}")
         for i, piece in enumerate(pieces):
             if i:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(pause_s)
             writer.write(piece)
         if reset:
             writer.transport.abort()
@@ -98,7 +98,7 @@ async def server() -> AsyncIterator[Server]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: s.errors.append(context))
     listener = await asyncio.start_server(s.connected, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    s.pool = ConnectionPool(f"http://127.0.0.1:{port}", 1.0)
+    s.pool = ConnectionPool(f"http://127.0.0.1:{port}", 60.0)
     yield s
     s.pool.close()
     listener.close()
@@ -106,13 +106,13 @@ async def server() -> AsyncIterator[Server]:
     assert s.errors == []
 
 
-async def exchange(pool: ConnectionPool, timeout_s: float = 2.0) -> tuple[int, bytes, Connection]:
+async def exchange(pool: ConnectionPool, timeout_s: float = 60.0) -> tuple[int, bytes, Connection]:
     connection = await pool.get()
     head = await connection.send(REQUEST, timeout_s)
-    return head.status, await connection.collect(2.0, 1 << 20), connection
+    return head.status, await connection.collect(60.0, 1 << 20), connection
 
 
-async def fails(pool: ConnectionPool, timeout_s: float = 2.0) -> UpstreamError:
+async def fails(pool: ConnectionPool, timeout_s: float = 60.0) -> UpstreamError:
     with pytest.raises(UpstreamError) as e:
         await exchange(pool, timeout_s)
     return e.value
@@ -123,7 +123,7 @@ def idle(pool: ConnectionPool) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110, nothing tells
             await asyncio.sleep(0.002)
 
@@ -172,7 +172,7 @@ async def test_a_head_that_is_none(server: Server, head: bytes) -> None:
     server.script = answer(head)
     e = await fails(server.pool)
     assert (e.phase, e.cause) == ("first_byte", "framing")
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
 
 
 @pytest.mark.parametrize("cut", range(1, len(OK), 7))
@@ -194,7 +194,7 @@ async def test_silence_before_the_head(server: Server) -> None:
     server.script = answer()
     e = await fails(server.pool, 0.05)
     assert (e.phase, e.cause, e.answered, e.stale) == ("first_byte", "timeout", False, False)
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
 
 
 async def test_cancelled_before_the_head(server: Server) -> None:
@@ -206,7 +206,7 @@ async def test_cancelled_before_the_head(server: Server) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     connection.release()
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
     assert idle(server.pool) == 0
 
 
@@ -268,16 +268,16 @@ async def test_framing_lost_in_the_body(server: Server) -> None:
     server.script = answer(STREAM + CHUNK + b"zz\r\n")
     e = await fails(server.pool)
     assert (e.phase, e.cause) == ("body", "framing")
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
 
 
 @pytest.mark.parametrize("pieces", [[OK[:-2], OK[-2:]], [STREAM, CHUNK + END], [STREAM + CHUNK, END]])
 async def test_too_large(server: Server, pieces: list[bytes]) -> None:
     server.script = answer(*pieces)
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     with pytest.raises(UpstreamError) as e:
-        await connection.collect(2.0, 1)
+        await connection.collect(60.0, 1)
     assert (e.value.phase, e.value.cause) == ("body", "too_large")
     connection.release()
     assert idle(server.pool) == 0
@@ -286,7 +286,7 @@ async def test_too_large(server: Server, pieces: list[bytes]) -> None:
 async def test_a_relay_does_not_acknowledge_each_piece_by_itself(server: Server) -> None:
     server.script = answer(STREAM + CHUNK, CHUNK + END)
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     assert connection.transport is not None
     option = connection.transport.get_extra_info("socket").getsockopt
     assert option(socket.IPPROTO_TCP, socket.TCP_QUICKACK)
@@ -298,7 +298,7 @@ async def test_a_relay_does_not_acknowledge_each_piece_by_itself(server: Server)
 async def test_relay_hands_on_every_byte(server: Server) -> None:
     server.script = answer(STREAM + CHUNK[:3], CHUNK[3:], CHUNK + END)
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     await asyncio.sleep(0.015)
     got: list[bytes] = []
     await connection.relay(got.append)
@@ -349,10 +349,17 @@ async def test_bytes_after_the_end_are_nobodys(server: Server, body: bytes, spli
 
 @pytest.mark.parametrize("body", [OK, STREAM + CHUNK + END])
 async def test_bytes_after_the_end_before_the_release(server: Server, body: bytes) -> None:
-    server.script = answer(body, b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong")
+    sent = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answer(body, b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong")(reader, writer)
+        sent.set()
+
+    server.script = script
     _, got, connection = await exchange(server.pool)
     assert got in (b"ok", b"hello")
-    await asyncio.sleep(0.03)
+    await sent.wait()
+    await asyncio.sleep(0.02)
     connection.release()
     server.script = answer(OK)
     assert (await exchange(server.pool))[1] == b"ok"
@@ -364,7 +371,7 @@ async def test_released_in_the_middle_is_closed(server: Server, when: str) -> No
     """A client that leaves early must not leave its stream to the next request; the worker sees the disconnect."""
     server.script = answer(STREAM + CHUNK)
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     if when != "head":
         work: Any = connection.collect(5.0, 100) if when == "collect" else connection.relay(lambda _: None)
         task = asyncio.ensure_future(work)
@@ -373,7 +380,7 @@ async def test_released_in_the_middle_is_closed(server: Server, when: str) -> No
         with pytest.raises(asyncio.CancelledError):
             await task
     connection.release()
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
     assert idle(server.pool) == 0
 
 
@@ -385,7 +392,7 @@ async def test_age_limit_of_idle_connections(server: Server, monkeypatch: pytest
         connection.release()
         await asyncio.sleep(0.08)
     assert server.connections == 2
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
 
 
 async def test_put_closes_what_is_too_old(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +403,7 @@ async def test_put_closes_what_is_too_old(server: Server, monkeypatch: pytest.Mo
     await asyncio.sleep(0.08)
     second.release()
     assert idle(server.pool) == 1
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
 
 
 async def test_idle_connection_closed_by_the_worker_is_forgotten(server: Server) -> None:
@@ -452,7 +459,7 @@ async def test_closed_pool_keeps_nothing(server: Server) -> None:
     server.pool.close()
     connection.release()
     assert idle(server.pool) == 0
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
 
 
 # -- flow control and the idle watch ------------------------------------------------------------------------------------
@@ -472,7 +479,7 @@ async def test_pause_and_resume(server: Server) -> None:
 
     server.script = flood
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     total = 0
 
     def take(data: bytes) -> None:
@@ -488,7 +495,7 @@ async def test_pause_and_resume(server: Server) -> None:
     assert total == before
     assert sent < 32
     connection.resume()
-    await asyncio.wait_for(done, 10)
+    await asyncio.wait_for(done, 60)
     assert total == 64 << 20
     connection.release()
     assert idle(server.pool) == 1
@@ -505,7 +512,7 @@ async def test_released_while_paused_reads_again(server: Server) -> None:
 async def test_pause_after_the_end_of_the_connection(server: Server) -> None:
     server.script = answer(STREAM + CHUNK)
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     connection.abort()
     connection.pause()
     connection.resume()
@@ -516,13 +523,13 @@ async def test_pause_after_the_end_of_the_connection(server: Server) -> None:
 async def watched(server: Server, idle_s: float, *, pause: bool) -> UpstreamError:
     watch = IdleWatch(idle_s)
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     done = connection.relay(lambda _: None)
     if pause:
         connection.pause()
     watch.add(connection)
     with pytest.raises(UpstreamError) as e:
-        await asyncio.wait_for(done, 5)
+        await asyncio.wait_for(done, 60)
     watch.remove(connection)
     assert len(watch) == 0
     return e.value
@@ -532,7 +539,7 @@ async def test_silent_worker(server: Server) -> None:
     server.script = answer(STREAM + CHUNK)
     e = await watched(server, 0.1, pause=False)
     assert (e.phase, e.cause) == ("body", "timeout")
-    await asyncio.wait_for(server.ended.wait(), 2)
+    await asyncio.wait_for(server.ended.wait(), 60)
 
 
 async def test_stalled_client(server: Server) -> None:
@@ -542,13 +549,13 @@ async def test_stalled_client(server: Server) -> None:
 
 
 async def test_progress_is_no_silence(server: Server) -> None:
-    server.script = answer(STREAM, *[CHUNK] * 40, END)
-    watch = IdleWatch(0.1)
+    server.script = answer(STREAM, *[CHUNK] * 40, END, pause_s=0.05)
+    watch = IdleWatch(1.5)
     connection = await server.pool.get()
-    await connection.send(REQUEST, 2.0)
+    await connection.send(REQUEST, 60.0)
     done = connection.relay(lambda _: None)
     watch.add(connection)
-    await asyncio.wait_for(done, 5)
+    await asyncio.wait_for(done, 60)
     watch.remove(connection)
 
 
@@ -599,7 +606,7 @@ async def test_relay_of_any_chunks_in_any_pieces(parts: list[bytes], cuts: list[
     pieces = [*chunks, END] if whole else [body[a:b] for a, b in pairwise(edges)]
     connection = Connection(ConnectionPool("http://127.0.0.1:1", 1.0), asyncio.get_running_loop())
     connection.connection_made(Nowhere())  # type: ignore[arg-type]
-    head = connection.send(REQUEST, 2.0)
+    head = connection.send(REQUEST, 60.0)
     connection.data_received(STREAM)
     assert (await head).status == 200
     got: list[bytes] = []

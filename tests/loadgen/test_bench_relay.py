@@ -42,7 +42,7 @@ async def receiver() -> AsyncIterator[tuple[SignatureReceiver, int]]:
 
 
 async def listening(port: int) -> None:
-    for _ in range(200):
+    for _ in range(6000):
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
@@ -65,7 +65,7 @@ class Program:
 
     async def __aexit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(5)
+        self._process.wait(60)
 
 
 async def test_the_mocks_frames_are_exact_signatures(

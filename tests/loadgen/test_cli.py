@@ -17,7 +17,7 @@ async def test_fleet_says_where_it_is_and_ends_on_sigterm(http):
         async with http.get(fleet["plain"][0]["url"] + "/v1/models") as r:
             assert (await r.json())["data"][0]["id"] == fleet["model"]
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     finally:
         if process.returncode is None:
             process.kill()

@@ -54,11 +54,9 @@ async def events(response: aiohttp.ClientResponse) -> list[bytes]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(400):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("waited in vain")
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110, nothing tells
+            await asyncio.sleep(0.005)
 
 
 async def metric(http, worker: Worker, name: str) -> float:
@@ -193,10 +191,12 @@ async def test_hand_off_is_good_for_one_use(fleet, http):
 
 
 async def test_hand_off_ends_with_its_lease(fleet, http):
+    ledger = fleet.prefill[0].engine.ledger
+    ledger.lease_s = 1.0
     params = await prefill(http, fleet.prefill[0], text(100))
     assert await metric(http, fleet.prefill[0], "vllm:kv_cache_usage_perc") > 0
     assert await metric(http, fleet.prefill[0], "vllm:num_requests_running") == 0
-    await asyncio.sleep(0.5)
+    await until(lambda: ledger.pinned == 0)
     assert await metric(http, fleet.prefill[0], "vllm:kv_cache_usage_perc") == 0
     assert await metric(http, fleet.prefill[0], "vllm:nixl_num_kv_expired_reqs_total") == 1
     body = {"prompt": text(100), "max_tokens": 2, "stream": True, "kv_transfer_params": params}
@@ -280,8 +280,8 @@ async def test_step_time_follows_active_experts(fast, http):
         steps = list(d.engine.decode.steps)
     excess = [b.t - a.t - (0.002 + 0.004 * b.active) for a, b in itertools.pairwise(steps)]
     assert min(excess) > -1e-6
-    # A busy machine makes single steps late, not most.
-    assert statistics.median(excess) < 0.003
+    # A busy machine makes steps late, but not all: a fifth are as long as they should be, to one expert's time.
+    assert statistics.quantiles(excess, n=5)[0] < 0.004
     assert len({s.active for s in steps}) > 3
 
 
@@ -290,10 +290,10 @@ async def test_max_num_seqs_makes_the_rest_wait(fast, http):
     async with EmulatedFleet(spec) as fleet:
         d = fleet.plain[0]
         asks = [
-            asyncio.create_task(post(http, d, {"prompt": text(9), "ignore_eos": True, "max_tokens": 60}))
+            asyncio.create_task(post(http, d, {"prompt": text(9), "ignore_eos": True, "max_tokens": 150}))
             for _ in range(5)
         ]
-        await asyncio.sleep(0.08)
+        await until(lambda: (d.engine.decode.running, d.engine.decode.waiting) == (2, 3))
         assert await metric(http, d, "vllm:num_requests_running") == 2
         assert await metric(http, d, "vllm:num_requests_waiting") == 3
         assert {status for status, _ in await asyncio.gather(*asks)} == {200}
@@ -317,7 +317,7 @@ async def test_client_that_leaves_aborts_its_request(fast, http, stream):
 
 
 async def test_client_that_leaves_during_prefill_leaves_nothing_pinned(fast, http):
-    spec = dataclasses.replace(fast, prefill_cost=PrefillCost(0.2, 0.0))
+    spec = dataclasses.replace(fast, prefill_cost=PrefillCost(1.0, 0.0))
     async with EmulatedFleet(spec) as fleet:
         p = fleet.prefill[0]
         asks = [asyncio.create_task(prefill(http, p, text(100, 100 * i))) for i in range(2)]
@@ -358,12 +358,11 @@ async def test_official_client_understands_the_answers(fleet):
 
 
 async def test_waiting_prompt_is_admitted_when_pinned_blocks_are_released(fast, http):
-    async with EmulatedFleet(dataclasses.replace(fast, kv_blocks=8)) as fleet:
+    async with EmulatedFleet(dataclasses.replace(fast, kv_blocks=8, lease_s=0.4)) as fleet:
         p = fleet.prefill[0]
         await prefill(http, p, text(160))
-        began = asyncio.get_running_loop().time()
         await prefill(http, p, text(160, 500))
-        assert asyncio.get_running_loop().time() - began > 0.2
+        assert p.engine.ledger.ends["expired"] >= 1
 
 
 async def test_faults(fleet, http):

@@ -62,7 +62,7 @@ class Daemon:
             self.records[header.id] = header, wire.hashes(frames, header.blocks).tolist(), tail
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(2), self.changed:
+        async with asyncio.timeout(60), self.changed:
             await self.changed.wait_for(holds)
 
     async def signature(self, eldr_id: str) -> np.ndarray:

@@ -63,7 +63,7 @@ class Fixture:
         return self.metrics.registry.get_sample_value("eldrd_refits_total", {"outcome": outcome}) or 0.0
 
     async def until(self, done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not done():  # noqa: ASYNC110, metrics tell nobody
                 await asyncio.sleep(0.005)
 

@@ -36,7 +36,7 @@ def resident(array: NDArray[Any]) -> int:
 
 def populated() -> None:
     """Wait until no thread takes memory any more."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(t.name == "memory" for t in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.01)

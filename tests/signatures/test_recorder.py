@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +95,14 @@ async def test_steady_traffic_does_not_hold_back_what_is_complete(
     monkeypatch.setattr(module, "_FLUSH_S", 0.05)
     hook = DecodeHook()
     recorder = Recorder(str(tmp_path), 1 << 20, Metrics(), hook)
-    for i in range(60):
-        if i:
-            hook.come(f"r{i - 1}", i)
-        recorder.add(named(i), 1, None)
-        await asyncio.sleep(0.01)
-    assert len(load_capture(tmp_path).labels) > 10
+    async with asyncio.timeout(60):
+        for i in itertools.count():
+            if i:
+                hook.come(f"r{i - 1}", i)
+            recorder.add(named(i), 1, None)
+            await asyncio.sleep(0.01)
+            if (tmp_path / "index.json").exists() and len(load_capture(tmp_path).labels) > 10:
+                break
     await recorder.close()
 
 
@@ -140,7 +143,7 @@ async def test_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     recorder = Recorder(str(tmp_path / "c"), 1 << 20, Metrics())
     for n in (1, 2):
         recorder.add(signature(n), 1, None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (tmp_path / "c" / "index.json").exists() or len(load_capture(tmp_path / "c").labels) < n:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     await recorder.close()
@@ -204,7 +207,7 @@ class Gate:
 
         def held(writer: CaptureWriter, shard: Any) -> None:
             self.entered.set()
-            assert self.open.wait(5)
+            assert self.open.wait(60)
             write(writer, shard)
 
         monkeypatch.setattr(CaptureWriter, "write", held)
@@ -216,7 +219,7 @@ async def test_closed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     recorder = Recorder(str(tmp_path), 1 << 24, metrics)
     for i in range(300):
         recorder.add(signature(i), 1, None)
-    await asyncio.to_thread(gate.entered.wait, 5)
+    await asyncio.to_thread(gate.entered.wait, 60)
     closing = asyncio.create_task(recorder.close())
     await asyncio.sleep(0.01)
     gate.open.set()
@@ -231,7 +234,7 @@ async def test_added_while_it_is_closed(tmp_path: Path, monkeypatch: pytest.Monk
     metrics = Metrics()
     recorder = Recorder(str(tmp_path), 1 << 24, metrics)
     recorder.add(signature(1), 1, None)
-    await asyncio.to_thread(gate.entered.wait, 5)
+    await asyncio.to_thread(gate.entered.wait, 60)
     closing = asyncio.create_task(recorder.close())
     await asyncio.sleep(0.01)
     recorder.add(signature(2), 1, None)

@@ -83,7 +83,7 @@ class Bench:
         return await asyncio.open_connection("127.0.0.1", int(self.endpoint.rsplit(":", 1)[1]))
 
     async def until(self, n: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.messages) < n:  # noqa: ASYNC110, nothing tells
                 await asyncio.sleep(0.002)
 
@@ -119,8 +119,8 @@ async def test_messages_go_both_ways(bench: Bench, size: int) -> None:
     assert bench.froms[0].address == "127.0.0.1"
     assert bench.froms[0].send([b"head", body, b""])
     assert bench.froms[0].send([body])
-    assert await asyncio.wait_for(peer.recv_multipart(), 5) == [b"head", body, b""]
-    assert await asyncio.wait_for(peer.recv_multipart(), 5) == [body]
+    assert await asyncio.wait_for(peer.recv_multipart(), 60) == [b"head", body, b""]
+    assert await asyncio.wait_for(peer.recv_multipart(), 60) == [body]
     assert bench.refused == []
 
 
@@ -147,7 +147,7 @@ async def test_byte_by_byte(bench: Bench, minor: int) -> None:
     await bench.until(2)
     assert bench.messages == [[b"a", b"", b"c" * 300], [b"end"]]
     answer = ANSWER + command(b"PONG", b"ctx")
-    assert await asyncio.wait_for(reader.readexactly(len(answer)), 5) == answer
+    assert await asyncio.wait_for(reader.readexactly(len(answer)), 60) == answer
     writer.close()
 
 
@@ -192,7 +192,7 @@ async def test_a_peer_that_keeps_to_no_protocol_is_refused_once(bench: Bench, ca
     # What follows is not taken for messages.
     with contextlib.suppress(ConnectionError):
         writer.write(message(b"evil") * 100)
-        await asyncio.wait_for(reader.read(), 5)
+        await asyncio.wait_for(reader.read(), 60)
     writer.close()
     await good.send(b"after")
     await bench.until(2)
@@ -205,7 +205,7 @@ async def test_a_peer_that_keeps_to_no_protocol_is_refused_once(bench: Bench, ca
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.SUB, zmq.REQ, zmq.PAIR, zmq.ROUTER])
 async def test_other_kinds_of_sockets_are_refused(bench: Bench, kind: int) -> None:
     peer = bench.socket(kind)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not bench.refused:  # noqa: ASYNC110, nothing tells
             await asyncio.sleep(0.002)
     peer.close()
@@ -223,27 +223,27 @@ async def test_commands_for_other_sockets_are_ignored(bench: Bench) -> None:
     await bench.until(1)
     assert bench.messages == [[b"a", b"b"]]
     answer = ANSWER + command(b"PONG", bytes(16))
-    assert await asyncio.wait_for(reader.readexactly(len(answer)), 5) == answer
+    assert await asyncio.wait_for(reader.readexactly(len(answer)), 60) == answer
     writer.close()
 
 
 async def test_heartbeats_are_answered(bench: Bench) -> None:
-    peer = bench.socket(HEARTBEAT_IVL=30, HEARTBEAT_TIMEOUT=100, HEARTBEAT_TTL=1000)
+    peer = bench.socket(HEARTBEAT_IVL=100, HEARTBEAT_TIMEOUT=1500, HEARTBEAT_TTL=10_000)
     await peer.send(b"one")
     await bench.until(1)
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(2.0)
     await peer.send(b"two")
     await bench.until(2)
     assert bench.froms[0] is bench.froms[1], "the peer took this side for dead and connected again"
 
 
 async def test_a_half_open_connection_is_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmtp, "_HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(zmtp, "_HANDSHAKE_S", 0.5)
     silent, greeted, whole = [await bench.raw() for _ in range(3)]
     greeted[1].write(greeting())
     whole[1].write(HANDSHAKE)
     for reader, writer in (silent, greeted):
-        assert await asyncio.wait_for(reader.read(), 5) == greeting()
+        assert await asyncio.wait_for(reader.read(), 60) == greeting()
         writer.close()
     assert bench.refused == ["no handshake"] * 2
     whole[1].write(message(b"x"))
@@ -259,13 +259,13 @@ async def test_reconnect(bench: Bench) -> None:
     await asyncio.sleep(0.05)
     assert not bench.froms[0].send([b"gone"])
     assert bench.listener.start(bench.endpoint) == bench.endpoint
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(bench.messages) < 2:
             await peer.send(b"two")
             await asyncio.sleep(0.01)
     assert bench.froms[1] is not bench.froms[0]
     assert bench.froms[1].send([b"back"])
-    assert await asyncio.wait_for(peer.recv_multipart(), 5) == [b"back"]
+    assert await asyncio.wait_for(peer.recv_multipart(), 60) == [b"back"]
 
 
 async def test_a_peer_that_went_is_sent_nothing(bench: Bench) -> None:
@@ -274,7 +274,7 @@ async def test_a_peer_that_went_is_sent_nothing(bench: Bench) -> None:
     await bench.until(1)
     assert bench.froms[0].send([b"y"])
     writer.transport.abort()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while bench.listener.connections:  # noqa: ASYNC110, nothing tells
             await asyncio.sleep(0.002)
     assert not bench.froms[0].send([b"y"])
@@ -296,11 +296,11 @@ async def test_what_a_slow_reader_does_not_take_is_dropped(bench: Bench) -> None
     await other.send(b"hello")
     await bench.until(2)
     assert bench.froms[1].send([b"quick"])
-    assert await asyncio.wait_for(other.recv_multipart(), 5) == [b"quick"]
+    assert await asyncio.wait_for(other.recv_multipart(), 60) == [b"quick"]
     writer.transport.resume_reading()  # type: ignore[attr-defined]
-    await asyncio.wait_for(reader.readexactly(len(ANSWER) + sent * len(message(large))), 10)
+    await asyncio.wait_for(reader.readexactly(len(ANSWER) + sent * len(message(large))), 60)
     assert slow.send([b"again"])
-    assert await asyncio.wait_for(reader.readexactly(7), 5) == message(b"again")
+    assert await asyncio.wait_for(reader.readexactly(7), 60) == message(b"again")
     writer.close()
 
 
