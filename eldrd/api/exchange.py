@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from email.utils import formatdate
 from functools import lru_cache
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import httptools
 
 from eldrd.api.errors import error_body
+from eldrd.fleet.events import ChunkDecoder
 from eldrd.handoff.failure import Failure
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from eldrd.handoff.answer import Answer, Flow
 
 _REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
+_RESET: Final = struct.pack("ii", 1, 0)
 _NO_FIELDS: Final[tuple[tuple[bytes, bytes], ...]] = ()
 
 
@@ -36,6 +40,7 @@ class Exchange:
     __slots__ = (
         "_chunked",
         "_connection",
+        "_open_ended",
         "body",
         "client_id",
         "extra",
@@ -62,7 +67,9 @@ class Exchange:
         self.extra: Sequence[tuple[bytes, bytes]] = _NO_FIELDS
         self.client_id: str | None = None
         self.stream = False
+        # How a relayed answer says where it ends: by its chunks, or by the end of the connection.
         self._chunked = False
+        self._open_ended = False
 
     # -- a whole answer -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +103,8 @@ class Exchange:
     # -- a relay (handoff.answer.Client) ------------------------------------------------------------------------------------
 
     def can_relay(self, tracker: BodyTracker) -> bool:
-        return self.http11 or not tracker.chunked
+        # HTTP/1.0 has no chunks. A stream ends with the connection there; a whole answer can have its length told.
+        return self.http11 or not tracker.chunked or self.stream
 
     def start(
         self, head: Head, tracker: BodyTracker, extra: tuple[bytes, bytes] | None, body: bytes = b""
@@ -108,15 +116,23 @@ class Exchange:
             parts.append(b"%b: %b\r\n" % extra)
         if not dated:
             parts.append(_date())
-        if tracker.chunked:
+        write: Callable[[bytes], object] = transport.write
+        if tracker.chunked and not self.http11:
+            self._open_ended = True
+            decoder = ChunkDecoder()
+            body = decoder.feed(body)
+            write = _decoded(decoder, write)
+        elif tracker.chunked:
             self._chunked = True
             parts.append(b"transfer-encoding: chunked\r\n")
         elif tracker.length is not None:
             parts.append(b"content-length: %d\r\n" % tracker.length)
-        if tracker.ends_with_connection:
+        else:
+            self._open_ended = True
+        if self._open_ended:
             self.keep_alive = False
         transport.write(self._ended(parts, body))
-        return transport.write
+        return write
 
     def attach(self, flow: Flow) -> None:
         self._connection.upstream = flow
@@ -132,13 +148,20 @@ class Exchange:
         except ConnectionResetError:
             return
         self.keep_alive = False
-        if self._chunked and self.stream and whole_events:
+        if (self._chunked or self._open_ended) and self.stream and whole_events:
             event = b"data: %b\n\n" % error_body(Failure(502, "BadGatewayError", message, outcome="decode_lost"))
-            transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+            transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._chunked else event)
             transport.close()
         else:
-            # Inside a chunk or a body of declared length only an abrupt end says that it is not whole.
+            # Inside a chunk or a body of declared length an abrupt end says that it is not whole, else only a reset does.
+            if self._open_ended:
+                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             transport.abort()
+
+
+def _decoded(decoder: ChunkDecoder, write: Callable[[bytes], object]) -> Callable[[bytes], object]:
+    """``write`` for what is in the chunks."""
+    return lambda data: write(decoder.feed(data))
 
 
 @lru_cache(maxsize=64)

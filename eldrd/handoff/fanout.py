@@ -182,7 +182,6 @@ class _Merge:
         self._request = request
         self._client = client
         self._write: Callable[[bytes], object] | None = None
-        self._chunked = True
         self._created: int | None = None
         self._usage: dict[int, dict[str, Any]] = {}
         self._connections: set[Connection] = set()
@@ -231,10 +230,6 @@ class _Merge:
     def _start(self, field: tuple[bytes, bytes] | None) -> None:
         if self._write is None:
             head = Head(1, 200, b"OK", [_EVENTS, (b"transfer-encoding", b"chunked")])
-            self._chunked = self._client.can_relay(BodyTracker(head))
-            if not self._chunked:
-                # An HTTP/1.0 client: the stream ends with the connection.
-                head = Head(1, 200, b"OK", [_EVENTS])
             self._write = self._client.start(head, BodyTracker(head), field)
             self._client.attach(self)
 
@@ -243,7 +238,7 @@ class _Merge:
 
     def _chunk(self, payload: bytes) -> None:
         assert self._write is not None
-        self._write(b"%x\r\n%b\r\n" % (len(payload), payload) if self._chunked else payload)
+        self._write(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     def finish(self, records: list[Record]) -> Answer:
         """All parts are complete: the end of the stream, or the merged answer."""
@@ -260,8 +255,7 @@ class _Merge:
             self._send(self._renamed({**base, "model": model, "choices": [], "usage": self._sum(self._usage)}, 0))
         self._chunk(b"data: [DONE]\n\n")
         assert self._write is not None
-        if self._chunked:
-            self._write(b"0\r\n\r\n")
+        self._write(b"0\r\n\r\n")
         return Answer(200, b"", [], relayed=True)
 
     def _merged(self) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import TYPE_CHECKING
 
 import orjson
@@ -61,43 +63,6 @@ async def test_connection_close_is_honoured(stack: Stack) -> None:
     head = await client.head()
     assert b"connection: close" in head.lower()
     assert await client.rest() == STREAMED
-
-
-async def test_http_1_0_client_gets_no_chunks(stack: Stack) -> None:
-    client = await stack.connect()
-    client.ask(version=b"1.0")
-    head = (await client.head()).lower()
-    assert b"chunked" not in head
-    assert await client.rest() == b"data: a\n\ndata: [DONE]\n\n"
-
-
-async def test_http_1_0_client_of_several_choices(stack: Stack) -> None:
-    async def one(exchange: Exchange) -> None:
-        event = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
-        await exchange.write(CHUNKED + b"%x\r\n%b\r\n" % (len(event), event) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-
-    stack.D.script = one
-    client = await stack.connect()
-    client.ask(version=b"1.0", n=2)
-    assert b"chunked" not in (await client.head()).lower()
-    events = (await client.rest()).split(b"\n\n")
-    assert events[-2:] == [b"data: [DONE]", b""]
-    choices = [orjson.loads(e.removeprefix(b"data: "))["choices"][0] for e in events[:-2]]
-    assert sorted(c["index"] for c in choices) == [0, 1]
-
-
-async def test_http_1_0_client_with_keep_alive(stack: Stack) -> None:
-    async def plain(exchange: Exchange) -> None:
-        await exchange.json({"a": 1})
-
-    stack.D.script = plain
-    client = await stack.connect()
-    for _ in range(2):
-        client.ask(b"connection: keep-alive", version=b"1.0", stream=False)
-        _, head, body = await client.answer()
-        assert b"connection: keep-alive" in head.lower()
-        assert body == b'{"a":1}'
-    client.close()
 
 
 async def test_answer_that_ends_with_the_connection(stack: Stack) -> None:
@@ -210,6 +175,24 @@ async def test_worker_lost_in_a_stream(stack: Stack, piece: bytes) -> None:
         assert int(size, 16) == len(event) - 2
         assert orjson.loads(event.removeprefix(b"data: "))["error"]["code"] == 502
     assert stack.outcomes == ["consumed"]
+
+
+async def test_worker_lost_in_an_answer_that_ends_with_the_connection(stack: Stack) -> None:
+    """A plain end would say that all of it was there."""
+
+    async def dies(exchange: Exchange) -> None:
+        await exchange.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: a\n\n", pause_s=0.02)
+        exchange.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+        exchange.writer.transport.abort()
+
+    stack.D.script = dies
+    client = await stack.connect()
+    client.ask()
+    await client.head()
+    with pytest.raises(ConnectionResetError):
+        await client.rest()
 
 
 async def test_client_gone_in_a_stream_ends_the_workers(stack: Stack) -> None:
