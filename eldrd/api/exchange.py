@@ -119,6 +119,8 @@ class Exchange:
         write: Callable[[bytes], object] = transport.write
         if tracker.chunked and not self.http11:
             self._open_ended = True
+            # Of nginx, which otherwise waits for 4 KB where there are no chunks, and does not pass this on.
+            parts.append(b"x-accel-buffering: no\r\n")
             decoder = ChunkDecoder()
             body = decoder.feed(body)
             write = _decoded(decoder, write)

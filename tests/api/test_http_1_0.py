@@ -42,6 +42,7 @@ async def test_events_as_they_come(stack: Stack, n: int, option: bytes) -> None:
     assert b"transfer-encoding" not in head
     assert b"content-length" not in head
     assert b"connection: close" in head
+    assert b"x-accel-buffering: no" in head
     first = await asyncio.wait_for(client.reader.readuntil(b"\n\n"), 5)
     gate.set()
     got = first + await client.rest()
