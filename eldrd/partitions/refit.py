@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 # Relative gain below which a swap is not worth the policy and the file written anew; slow drift adds up to it.
 WORTH: Final = 1e-3
+# One request in so many is not fitted to but judges the fit, and its gain must be so many standard errors above chance.
+HELD_OUT: Final = 4
+_SURE: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """before, after: mean cosine of the requests to their balanced cluster's centroid, with the old and the new
-    partition; moved: share of the requests whose nearest centroid is another worker's now; requests: how many."""
+    """before, after: mean cosine of the requests held out to their balanced cluster's centroid, with the old partition and
+    with one fitted to the others; moved: share of all whose nearest centroid is another worker's now; requests: how
+    many."""
 
     partition: Partition
     before: float
@@ -43,23 +47,31 @@ def refit(partition: Partition, rows: Sequence[NDArray[np.int32]], seed: int = 0
     """Balanced K-means on recent requests' counts int32 [L * E], from the partition's centroids on.
 
     A clustering from fresh seeds, its clusters aligned to the workers so that as many requests as can be stay, replaces
-    it where it is better by more than cluster.SLACK. None if the rows with any weight are fewer than the workers, or if the new
-    centroids are not better on these requests than the old ones by more than WORTH.
+    it where it is better by more than cluster.SLACK. In thousands of dimensions any window has better centroids of its own:
+    whether they are the traffic's is what one request in HELD_OUT, which they have not seen, is asked. Where it says
+    so, all requests move them on. None where it does not, by more than WORTH and beyond chance, and where fewer rows than
+    the workers have any weight.
     """
     x = unit_rows(rows, partition.idf, partition.layers)
     x = x[x.any(axis=1)]
     k = len(partition.workers)
-    if len(x) < k:
+    rng = np.random.default_rng(seed)
+    # Drawn: traffic may repeat itself in any step.
+    held = np.isin(np.arange(len(x)), rng.permutation(len(x))[: len(x) // HELD_OUT])
+    seen, unseen = x[~held], x[held]
+    if len(seen) < k or len(unseen) < 2:
         return None
-    scores = x @ partition.centroids.T
-    nearest = scores.argmax(axis=1)
-    before = cluster.objective(x, partition.centroids, cluster.balanced_assignment(scores))
-    found = cluster.kmeans(x, partition.centroids)
-    fresh = cluster.kmeans(x, cluster.seeds(x, k, np.random.default_rng(seed)))
+    nearest = (x @ partition.centroids.T).argmax(axis=1)
+    found = cluster.kmeans(seen, partition.centroids)
+    fresh = cluster.kmeans(seen, cluster.seeds(seen, k, rng))
     if fresh.objective > found.objective * (1 + cluster.SLACK):
-        found = cluster.aligned(fresh, nearest)
-    if not found.objective > before * (1 + WORTH):
+        found = cluster.aligned(fresh, nearest[~held])
+    before, after = _own(unseen, partition.centroids), _own(unseen, found.centroids)
+    gain = after - before
+    chance = _SURE * gain.std(ddof=1) / np.sqrt(len(gain))
+    if not gain.mean() > max(before.mean() * WORTH, chance):
         return None
+    found = cluster.kmeans(x, found.centroids)
     new = replace(
         partition,
         centroids=found.centroids,
@@ -69,7 +81,14 @@ def refit(partition: Partition, rows: Sequence[NDArray[np.int32]], seed: int = 0
         placement=None,
     )
     moved = float(((x @ found.centroids.T).argmax(axis=1) != nearest).mean())
-    return Refit(new, before, found.objective, moved, len(x))
+    return Refit(new, float(before.mean()), float(after.mean()), moved, len(x))
+
+
+def _own(x: NDArray[np.float32], centroids: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Cosine float32 [N] of each row to the centroid of its balanced cluster."""
+    scores = x @ centroids.T
+    own: NDArray[np.float32] = scores[np.arange(len(x)), cluster.balanced_assignment(scores)]
+    return own
 
 
 def adapt(partition: Partition, workers: Sequence[str]) -> Partition | None:
