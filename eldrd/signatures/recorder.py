@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _FLUSH_S: Final = 5.0
-# The hook sends a request's decode counts with the step after its last: they come with the end of the answer.
-_DECODED_S: Final = 1.0
+# The hook sends a request's decode counts with the step after its last: they come with the end of the answer, or as late
+# as a busy server's counting is. Only a request whose counts are lost waits so long.
+_DECODED_S: Final = 5.0
 _LOOK_S: Final = 0.25
 # Requests held while the directory is being opened; a capture is a sample, so more may go.
 _HELD: Final = 1024

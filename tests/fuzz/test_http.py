@@ -25,7 +25,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GOOD = b'{"model":"emulated-moe","prompt":"a b c","max_tokens":2}'
 MARK = "zzmark"
-unhurried = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+unhurried = settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 class Target:

@@ -66,8 +66,11 @@ def named(n: int) -> Signature:
     return Signature("exact", np.full(GEOMETRY.width, n, np.int32), n, GEOMETRY, f"r{n}")
 
 
-async def test_decode_counts_join_before_and_after_the_end_of_the_answer(tmp_path: Path) -> None:
+async def test_decode_counts_join_before_and_after_the_end_of_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In any order, even while others are still awaited; what never comes is left out and counted."""
+    monkeypatch.setattr(module, "_DECODED_S", 2.0)
     metrics, hook = Metrics(), DecodeHook()
     recorder = Recorder(str(tmp_path), 1 << 20, metrics, hook)
     hook.come("r0", 100)
@@ -102,6 +105,7 @@ async def test_steady_traffic_does_not_hold_back_what_is_complete(
             recorder.add(named(i), 1, None)
             await asyncio.sleep(0.01)
             if (tmp_path / "index.json").exists() and len(load_capture(tmp_path).labels) > 10:
+                hook.come(f"r{i}", i)
                 break
     await recorder.close()
 
