@@ -13,10 +13,8 @@ from typing import Any
 
 import click
 
-from eldrd import __version__, config
+from eldrd import __version__, config, files
 from eldrd.partitions import file as partition_file
-from eldrd.partitions import source
-from eldrd.routing.ranks import load_ranks
 
 _CONFIG = click.option(
     "--config", "path", type=click.Path(path_type=Path), default=Path("eldrd.toml"), show_default=True, help="Settings."
@@ -41,20 +39,16 @@ def serve(path: Path) -> None:
 @main.command()
 @_CONFIG
 def check(path: Path) -> None:
-    """Check the settings, and the partition file they name, without starting."""
+    """Check the settings, and the files and folders that they name, without starting."""
     try:
         settings = config.load(path)
-        source.load(settings, None, None)
+        files.writable(path, settings)
+        files.partition(path, settings, None, None)
         for key in ("client_keys_file", "worker_key_file"):
             config.keys(getattr(settings.auth, key), f"auth.{key}")
-        if settings.union.rank_map:
-            load_ranks(Path(settings.union.rank_map))
+        files.ranks(path, settings)
     except config.ConfigError as e:
         _fail(str(e), 2)
-    except partition_file.PartitionError as e:
-        _fail("\n".join(f"{path}: partitions.file: {line}" for line in str(e).splitlines()), 2)
-    except ValueError as e:
-        _fail(f"{path}: union.rank_map: {e}", 2)
     click.echo(
         f"{path}: ok: {len(settings.prefill.workers)} prefill and {len(settings.decode.workers)} decode workers, "
         f"policy {settings.decode.policy}, listening on {settings.server.listen}"

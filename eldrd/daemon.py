@@ -9,14 +9,13 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
 from sdnotify import SystemdNotifier
 
-from eldrd import __version__, config, gauges
+from eldrd import __version__, config, files, gauges
 from eldrd.api import auth
 from eldrd.api.admin import Admin
 from eldrd.api.app import App
@@ -30,10 +29,8 @@ from eldrd.handoff.lifecycle import Lifecycle
 from eldrd.handoff.snapshot import Snapshot
 from eldrd.partitions import cluster
 from eldrd.partitions import source as partition_source
-from eldrd.partitions.file import PartitionError
 from eldrd.partitions.refitter import Refitter, yield_to_loop
 from eldrd.routing import build as routing
-from eldrd.routing.ranks import load_ranks
 from eldrd.routing.steptime import StepTime
 from eldrd.signatures import cache as signature_cache
 from eldrd.signatures.receiver import SignatureReceiver
@@ -43,6 +40,7 @@ from eldrd.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from eldrd.config import Settings
     from eldrd.fleet.worker import Role
@@ -102,14 +100,6 @@ class Daemon:
         """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError or OSError when it cannot start."""
         loop = asyncio.get_running_loop()
         settings = self._started_with
-        await asyncio.gather(self._apply(settings), asyncio.to_thread(_compile))
-        if settings.signatures.listen:
-            self._receiver.start(settings.signatures.listen)
-        web = self._app.server()
-        address = config.Address(settings.server.listen)
-        listener = await loop.create_server(web, address.host, address.port, backlog=settings.server.backlog)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop_or_hurry)
         hangups: set[asyncio.Task[None]] = set()
 
         def hang_up() -> None:
@@ -117,13 +107,26 @@ class Daemon:
             hangups.add(task)
             task.add_done_callback(hangups.discard)
 
+        # A SIGHUP while this starts neither ends it nor is lost: its reload waits.
+        await self._reloading.acquire()
         loop.add_signal_handler(signal.SIGHUP, hang_up)
+        # One after the other: what is wrong is told at once, not after the compilation.
+        await self._apply(settings)
+        await asyncio.to_thread(_compile)
+        if settings.signatures.listen:
+            self._receiver.start(settings.signatures.listen)
+        web = self._app.server()
+        address = config.Address(settings.server.listen)
+        listener = await loop.create_server(web, address.host, address.port, backlog=settings.server.backlog)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop_or_hurry)
         watchdog = loop.create_task(self._watchdog())
         gc.collect()  # and what is left lives as long as the process: no collection need look at it again
         gc.freeze()
         host, port = listener.sockets[0].getsockname()[:2]
         log.info("listening", host=host, port=port, version=__version__, pid=os.getpid(), policy=settings.decode.policy)
-        self._notify("READY=1", f"STATUS=listening on {settings.server.listen}")
+        self._notify("READY=1", self._status())
+        self._reloading.release()
         try:
             await self._stop.wait()
             await self._drain()
@@ -147,7 +150,9 @@ class Daemon:
 
     async def _apply(self, settings: Settings) -> None:
         """Build the next Snapshot and swap it in; on any error nothing has changed. Raises ConfigError."""
-        partition = await self._partition(settings)
+        await asyncio.to_thread(files.writable, self._path, settings)
+        current = self._snapshot.partition if self._snapshot else None
+        partition = await asyncio.to_thread(files.partition, self._path, settings, self._receiver.geometry, current)
         client_keys, worker_keys = await asyncio.to_thread(_keys, settings)
         before = self._snapshot
         workers: dict[tuple[str, str, str], Worker] = {}
@@ -206,21 +211,18 @@ class Daemon:
     def _told(self, settings: Settings) -> routing.Options:
         """What the policies are told; reads the rank map, so runs off the loop."""
         u = settings.union
-        try:
-            return routing.Options(
-                second_nearest=settings.decode.second_nearest,
-                labels=settings.domain.workers,
-                step=StepTime(u.base_ms, u.expert_ms, u.request_ms),
-                learn=u.learn,
-                weight=u.weight,
-                ranks=load_ranks(Path(u.rank_map)) if u.rank_map else u.ep_ranks,
-                guard=settings.guarded.guard,
-                guarded_tau=settings.guarded.tau,
-                soft_guard=settings.soft.guard,
-                pull=settings.soft.pull,
-            )
-        except ValueError as e:
-            raise config.ConfigError(f"{self._path}: union.rank_map: {e}") from None
+        return routing.Options(
+            second_nearest=settings.decode.second_nearest,
+            labels=settings.domain.workers,
+            step=StepTime(u.base_ms, u.expert_ms, u.request_ms),
+            learn=u.learn,
+            weight=u.weight,
+            ranks=files.ranks(self._path, settings),
+            guard=settings.guarded.guard,
+            guarded_tau=settings.guarded.tau,
+            soft_guard=settings.soft.guard,
+            pull=settings.soft.pull,
+        )
 
     def _policy(
         self, settings: Settings, partition: Partition | None, options: routing.Options, slots: list[int]
@@ -238,15 +240,6 @@ class Daemon:
             )
         except ValueError as e:
             raise config.ConfigError(f"{self._path}: decode.policy = {settings.decode.policy!r}: {e}") from None
-
-    async def _partition(self, settings: Settings) -> Partition | None:
-        """Read and check the partition file."""
-        current = self._snapshot.partition if self._snapshot else None
-        try:
-            return await asyncio.to_thread(partition_source.load, settings, self._receiver.geometry, current)
-        except PartitionError as e:
-            lines = (f"{self._path}: partitions.file: {line}" for line in str(e).splitlines())
-            raise config.ConfigError("\n".join(lines)) from None
 
     def _refitted(self, partition: Partition) -> None:
         """Route by another partition from now on; nothing else changes."""
@@ -270,12 +263,14 @@ class Daemon:
     async def _reload(self) -> None:
         async with self._reloading:
             self._notify("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+            failed = ""
             try:
                 settings = await asyncio.to_thread(config.load, self._path)
                 await self._apply(settings)
             except Exception as e:
                 # Whatever it is, the daemon goes on with what it has.
                 problems = str(e).splitlines() if isinstance(e, config.ConfigError) else [type(e).__name__]
+                failed = f"; the last reload failed: {problems[0]}"
                 self._metrics.reloads.labels("failed").inc()
                 log.error("reload_failed", problems=problems, kept_generation=self.current().generation)
             else:
@@ -285,8 +280,7 @@ class Daemon:
                 if fixed:
                     log.warning("restart_needed", keys=fixed)
                 log.info("reloaded", generation=self.current().generation, policy=settings.decode.policy)
-            finally:
-                self._notify("READY=1")
+            self._notify("READY=1", self._status() + failed)
 
     # -- end ----------------------------------------------------------------------------------------------------------------
 
@@ -299,7 +293,7 @@ class Daemon:
     async def _drain(self) -> None:
         """/ready fails first, so that balancers look away before the listener closes."""
         self._admin.draining = True
-        self._notify("STOPPING=1")
+        self._notify("STOPPING=1", f"STATUS=draining {self._app.running} requests")
         log.info("draining", running=self._app.running)
         await asyncio.sleep(self.current().settings.drain.delay_s)
 
@@ -309,6 +303,9 @@ class Daemon:
             await asyncio.sleep(0.02)
 
     # -- surroundings -------------------------------------------------------------------------------------------------------
+
+    def _status(self) -> str:
+        return f"STATUS=listening on {self._started_with.server.listen}, policy {self.current().settings.decode.policy}"
 
     def _notify(self, *lines: str) -> None:
         self._notifier.notify("\n".join(lines))
