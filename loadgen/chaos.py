@@ -22,10 +22,11 @@ import orjson
 from loadgen import chaos_requests
 from loadgen.chaos_faults import on_decode, on_prefill
 from loadgen.chaos_requests import Fate, Wrong
-from loadgen.daemon import Daemon, DaemonError, free_port
+from loadgen.daemon import Daemon, DaemonError
 from loadgen.fleet import EmulatedFleet, FleetSpec
 from loadgen.fleet.decode import StepCost
 from loadgen.fleet.prefill import PrefillCost
+from loadgen.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,27 +6,25 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from loadgen.ports import free_port
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
 
+# The first start of all compiles: 20 s on two free cores, minutes on busy ones.
+_START_S = 300.0
+
+
 class DaemonError(RuntimeError):
     """eldrd did not do what was waited for; the message ends with its log."""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def toml(sections: Mapping[str, dict[str, Any] | list[dict[str, Any]]]) -> str:
@@ -86,7 +84,7 @@ class Daemon:
                 stderr=log, env={k: v for k, v in os.environ.items() if not k.startswith("ELDRD_")},
             )  # fmt: skip
         try:
-            await self.until(self.ready)
+            await self.until(self.ready, _START_S)
         except BaseException:
             await self.stop()
             raise
@@ -152,13 +150,23 @@ class Daemon:
         self.process.send_signal(number)
 
     def lines(self, event: str | None = None) -> list[dict[str, Any]]:
-        """The log so far, of one event or all."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        """The log so far, of one event or all; without a line that is being written."""
+        whole = self.log.read_bytes().rpartition(b"\n")[0]
+        lines = [json.loads(line) for line in whole.splitlines()]
         return [line for line in lines if event in (None, line["event"])]
+
+    async def logged(self, event: str, n: int = 1) -> list[dict[str, Any]]:
+        """The log's lines of one event, once there are n: a thread writes them, a moment after what they tell of."""
+
+        async def written() -> bool:
+            return len(self.lines(event)) >= n
+
+        await self.until(written)
+        return self.lines(event)
 
     async def stop(self) -> int:
         """SIGTERM, and the exit status."""
         assert self.process is not None
         if self.process.returncode is None:
             self.process.terminate()
-        return await asyncio.wait_for(self.process.wait(), 30)
+        return await asyncio.wait_for(self.process.wait(), 60)

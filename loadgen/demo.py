@@ -23,7 +23,8 @@ import aiohttp
 from rich.console import Console
 
 from loadgen import client, report
-from loadgen.daemon import Daemon, free_port
+from loadgen.daemon import Daemon
+from loadgen.ports import free_port
 from loadgen.workloads import DOMAINS, Request, Workload, poisson
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from loadgen.bench import frames
 from loadgen.bench.frames import GEOMETRY
 from loadgen.bench.lateness import lateness
 from loadgen.bench.proxies import ROOT
-from loadgen.daemon import free_port
+from loadgen.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping

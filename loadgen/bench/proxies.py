@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from loadgen.bench import frames
-from loadgen.daemon import free_port
+from loadgen.ports import free_port
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -22,6 +22,7 @@ from loadgen.fleet.metrics import exposition
 from loadgen.fleet.protocol import ApiError, Call, hand_off_of, parse
 from loadgen.fleet.render import DONE, Answer, error_event
 from loadgen.fleet.sequence import Output, Sequence, outputs
+from loadgen.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +60,7 @@ class Worker:
         self.seen: deque[tuple[Mapping[str, str], bytes]] = deque(maxlen=16)
         self.received = 0
         self.api_key = ""
-        self.port = spec.port
+        self.port = spec.port or free_port()
         self._fabric = fabric
         self._engine: Engine | None = None
         self._runner: web.AppRunner | None = None

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from loadgen.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,23 +33,6 @@ _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 class FleetError(RuntimeError):
     """A server did not start or died; the message ends with the last lines of its log."""
-
-
-_given: set[int] = set()
-
-
-def free_port() -> int:
-    """A TCP port on loopback that is free now and that this process has not been given before.
-
-    Below the ephemeral range: a server binds its port seconds later, and no outgoing connection may take it until then.
-    """
-    for port in random.sample(range(20_000, 32_000), 2_000):
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            if port not in _given:
-                _given.add(port)
-                return port
-    raise FleetError("no free TCP port between 20000 and 32000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +165,7 @@ class VllmServer:
                 start_new_session=True,
             )
 
-    def wait(self, timeout: float = 180.0) -> None:
+    def wait(self, timeout: float = 600.0) -> None:
         """Waits until the server is healthy. Raises FleetError when it dies or takes longer than ``timeout`` seconds."""
         deadline = self._started + timeout
         while not self._healthy():
@@ -195,7 +178,7 @@ class VllmServer:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:  # noqa: S310 - our own loopback URL
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:  # noqa: S310 - our own loopback URL
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -276,7 +259,7 @@ class VllmFleet:
     def servers(self) -> list[VllmServer]:
         return [*self.prefill, *self.decode, *filter(None, [self.plain])]
 
-    def start(self, timeout: float = 180.0) -> None:
+    def start(self, timeout: float = 600.0) -> None:
         """Starts all servers, two at a time, and waits until they are healthy; stops them all when one fails."""
         try:
             servers = self.servers

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 OUT = Path("out/vllm")
 BLOCK = 32
+# For what must come; a busy machine takes its time.
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ class Ears:
     starts on CPU, and stumbles over llvmlite's."""
 
     def __init__(self, endpoint: str, kv_events: str = "") -> None:
-        from eldrd.signatures.cache import SignatureCache
+        from eldrd.signatures.cache import SignatureCache, warm_up
         from eldrd.signatures.receiver import SignatureReceiver
         from eldrd.telemetry.metrics import Metrics
 
+        warm_up()
         self.metrics = Metrics()
         self.cache = SignatureCache(64 << 20)
         self.receiver = SignatureReceiver(self.cache, self.metrics)
@@ -72,15 +75,16 @@ class Ears:
         async def inside() -> Any:
             return what()
 
-        return asyncio.run_coroutine_threadsafe(inside(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(inside(), self._loop).result(_PATIENCE_S)
 
     def signature(self, eldr_id: str) -> Signature | None:
-        found = asyncio.run_coroutine_threadsafe(self.receiver.wait(eldr_id, 3.0), self._loop).result(10)
+        found = asyncio.run_coroutine_threadsafe(self.receiver.wait(eldr_id, _PATIENCE_S), self._loop).result()
         self.call(lambda: self.receiver.forget(eldr_id))
         return found
 
     def decoded(self, eldr_id: str) -> Decoded | None:
-        for _ in range(100):
+        end = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < end:
             found: Decoded | None = self.call(lambda: self.receiver.take_decoded(eldr_id))
             if found is not None:
                 return found
@@ -92,7 +96,7 @@ class Ears:
         hook tells of them once a second."""
         read, label = self.metrics.registry.get_sample_value, {"worker": "p0"}
         before, since = -1.0, time.monotonic()
-        while time.monotonic() < since + 1.5:
+        while time.monotonic() < since + 3.0:
             now = self.call(lambda: read("eldrd_worker_step_active_experts_count", label)) or 0.0
             if now != before:
                 before, since = now, time.monotonic()
@@ -325,11 +329,11 @@ def events() -> dict[str, Any]:
         engine.run("fill", batch, None)
         sent += len(batch)
     checks = engine.run("after", [shared[0] + engine.prompt(40)], truth)[0]
-    time.sleep(1.5)
     held = _prefix_cache(engine)
     geometry = engine.ears.receiver.geometry
     assert geometry is not None
     ears = engine.ears
+    _rows(ears, len(held))
     lacking = len(ears.call(lambda: ears.cache.lacking(geometry, np.array(sorted(held), np.uint64))))
     result = {"requests": sent, "held": len(held), "rows": len(ears.cache), "lacking": lacking}
     counted = {
@@ -337,8 +341,17 @@ def events() -> dict[str, Any]:
     }
     engine.llm.reset_prefix_cache()
     engine.run("tick", [engine.prompt(5)], None)
-    time.sleep(1.5)
+    _rows(ears, 0)
     return {"checks": checks, **result, **counted, "rows_after_reset": len(ears.cache)}
+
+
+def _rows(ears: Ears, n: int) -> None:
+    """Wait until the cache has so many rows and keeps them, or patience ends: the events come by a socket of their own."""
+    end, since = time.monotonic() + _PATIENCE_S, time.monotonic()
+    while time.monotonic() < min(end, since + 1.5):
+        if len(ears.cache) != n:
+            since = time.monotonic()
+        time.sleep(0.02)
 
 
 def _prefix_cache(engine: Engine) -> set[int]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import openai
 
-from loadgen.daemon import Daemon, free_port
+from loadgen.daemon import Daemon
+from loadgen.ports import free_port
 from loadgen.vllm.fleet import ServerSettings, VllmFleet
 from loadgen.vllm.model import ModelSpec, make_model
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StackSpec:
-    """What to start. A prompt longer than max_num_batched_tokens is prefilled in chunks."""
+    """What to start. A prompt longer than max_num_batched_tokens is prefilled in chunks. signature_wait_ms: how long eldrd
+    waits for a signature."""
 
     model: ModelSpec = field(default_factory=ModelSpec)
     prefill: int = 1
@@ -32,6 +34,7 @@ class StackSpec:
     lease_seconds: int = 30
     dtype: str = "float32"
     plain: bool = True
+    signature_wait_ms: float = 200.0
     extra: tuple[str, ...] = ()
 
 
@@ -57,6 +60,8 @@ class Stack:
         prefill = [{"name": s.name, "url": s.url, "kv_events": s.kv_events} for s in self.fleet.prefill]
         decode = [{"name": s.name, "url": s.url} for s in self.fleet.decode]
         self.eldrd = Daemon(out, prefill, decode, hook)
+        self.eldrd.sections["signatures"]["wait_ms"] = self.spec.signature_wait_ms
+        self.eldrd.sections["health"]["timeout_s"] = 10.0
 
     @property
     def plain_url(self) -> str:
@@ -70,7 +75,7 @@ class Stack:
 
     def client(self, url: str) -> openai.AsyncOpenAI:
         """The official client for eldrd's or a server's URL."""
-        return openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=600)
 
     async def start(self) -> Self:
         """Make the checkpoint and start everything; on failure nothing is left running."""
@@ -84,7 +89,7 @@ class Stack:
             async def hooked() -> bool:
                 return len((await self.eldrd.get("/admin/status"))["hooks"]) == self.hooks
 
-            await self.eldrd.until(hooked, 20)
+            await self.eldrd.until(hooked)
         except BaseException:
             await self.stop()
             raise

@@ -16,8 +16,9 @@ from eldrd.signatures.cache import SignatureCache
 from eldrd.signatures.receiver import SignatureReceiver
 from eldrd.telemetry.metrics import Metrics
 from loadgen.bench import frames
-from loadgen.bench.proxies import DECODE, BenchError, build, free_port
+from loadgen.bench.proxies import DECODE, BenchError, build
 from loadgen.bench.relay import Bar, medians, run_load
+from loadgen.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
