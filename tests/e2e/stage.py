@@ -133,7 +133,7 @@ class Stage:
             for part in parts:
                 writer.write(part)
                 await writer.drain()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while until_bytes is None or not got.endswith(until_bytes):
                     data = await reader.read(65536)
                     if not data:
@@ -199,8 +199,8 @@ class Stage:
         if self.eldrd.sections != self.base:
             self.eldrd.sections = {name: dict(keys) for name, keys in self.base.items()}
             await self.reload()
-        await self.eldrd.until(self.settled, 15.0)
-        await until(lambda: self.fleet.pinned == 0, 5.0)
+        await self.eldrd.until(self.settled)
+        await until(lambda: self.fleet.pinned == 0)
         self.fleet.violations.clear()
         for worker in (*self.prefill, *self.decode):
             worker.engine.ledger.ends.clear()
@@ -210,8 +210,8 @@ class Stage:
             worker.received = 0
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait until something in this process is so."""
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until something in this process is so; the time says only when to give up."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -25,13 +25,13 @@ async def test_every_captured_request_has_its_decode_counts(tmp_path: Path) -> N
     async with EmulatedFleet(spec) as fleet:
         listed = fleet.describe()
         eldrd = Daemon(tmp_path, listed["prefill"], listed["decode"], hook)
-        eldrd.configure(capture={"dir": str(tmp_path / "capture")})
+        eldrd.configure(capture={"dir": str(tmp_path / "capture")}, signatures={"wait_ms": 10_000})
         await eldrd.start()
 
         async def hooked() -> bool:
             return len((await eldrd.get("/admin/status"))["hooks"]) == 3
 
-        await eldrd.until(hooked, 20)
+        await eldrd.until(hooked)
         wanted = requests(Workload(), 80, seed=3)
         made: dict[int, list[int]] = {}
         async with aiohttp.ClientSession() as session:
@@ -51,16 +51,20 @@ async def test_every_captured_request_has_its_decode_counts(tmp_path: Path) -> N
                     made[i] = answer["choices"][0]["token_ids"]
 
             await asyncio.gather(*(one(i) for i in range(len(wanted))))
-        await asyncio.sleep(1.2)
-        # What the hooks tell of their steps is what the engines did.
+        # What the hooks tell of their steps, once a second, is what the engines did.
         for worker in fleet.decode:
-            steps = worker.engine.decode.steps
-            for name, value in (
+            steps, name = worker.engine.decode.steps, worker.spec.name
+
+            async def told(n: int = len(steps), name: str = name) -> bool:
+                return await eldrd.metric("eldrd_worker_step_active_experts_count", worker=name) >= n
+
+            await eldrd.until(told)
+            for figure, value in (
                 ("active_experts_count", len(steps)),
                 ("active_experts_sum", sum(s.active for s in steps)),
                 ("requests_sum", sum(s.batch for s in steps)),
             ):
-                found = await eldrd.metric(f"eldrd_worker_step_{name}", worker=worker.spec.name)
+                found = await eldrd.metric(f"eldrd_worker_step_{figure}", worker=name)
                 assert 0 < found == pytest.approx(value)
         assert await eldrd.stop() == 0
         capture = load_capture(tmp_path / "capture")

@@ -46,7 +46,7 @@ async def send(eldrd: Daemon, wanted: list[Request], *, parallel: int = 8) -> li
 def fit(eldrd: Daemon, capture: Path, out: Path) -> None:
     workers = ",".join(w["name"] for w in eldrd.sections["decode"]["workers"])
     command = [sys.executable, "-m", "eldrd", "fit", "--capture", str(capture), "--workers", workers, "--out", str(out)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
 
 
 async def test_capture_fit_reload_gathers_domains(eldrd: Daemon, fleet: EmulatedFleet, tmp_path: Path) -> None:
@@ -75,8 +75,7 @@ async def test_capture_fit_reload_gathers_domains(eldrd: Daemon, fleet: Emulated
     fresh = [r for r in requests(Workload(two_domains=0.0), 80, seed=8) if r.domain == 2]
     workers = Counter(await send(eldrd, fresh, parallel=1))
     assert workers.most_common(1)[0][1] >= 0.8 * len(fresh), workers
-    await asyncio.sleep(0.1)
-    lines = eldrd.lines("request")[-len(fresh) :]
+    lines = (await eldrd.logged("request", 120 + len(fresh)))[-len(fresh) :]
     assert {line["signature"] for line in lines} == {"exact"}
     assert {line["decode_reason"] for line in lines} == {"band"}
     assert fleet.violations == []
@@ -93,7 +92,7 @@ async def test_a_restarted_daemon_wants_its_rows_again(eldrd: Daemon, fleet: Emu
     async def hooks() -> bool:
         return len((await eldrd.get("/admin/status"))["hooks"]) == 2
 
-    await eldrd.until(hooks, 15.0)
+    await eldrd.until(hooks)
     await send(eldrd, hot)
     assert await eldrd.metric("eldrd_signatures_total", state="exact") == 4
     assert await eldrd.metric("eldrd_signature_frames_total", kind="want") > 0
@@ -130,8 +129,7 @@ async def test_a_bad_reload_changes_nothing(
     assert await eldrd.metric("eldrd_reloads_total", outcome="failed") == 1
     after = await eldrd.get("/admin/status")
     assert (after["generation"], after["policy"]) == (before["generation"], before["policy"])
-    await asyncio.sleep(0.1)
-    (line,) = eldrd.lines("reload_failed")
+    (line,) = await eldrd.logged("reload_failed")
     assert problem in line["problems"][0]
     assert str(eldrd.config) in line["problems"][0]
     await send(eldrd, requests(Workload(), 1, seed=5))
@@ -145,8 +143,7 @@ async def test_a_partition_of_another_fleet_is_refused(eldrd: Daemon, fleet: Emu
     await asyncio.to_thread(fit, eldrd, capture_dir, path)
     smaller = eldrd.sections["decode"]["workers"][:2]
     await eldrd.reload(decode={"policy": "eldr", "workers": smaller}, partitions={"file": str(path)})
-    await asyncio.sleep(0.1)
-    assert "d2" in eldrd.lines("reload_failed")[-1]["problems"][0]
+    assert "d2" in (await eldrd.logged("reload_failed"))[-1]["problems"][0]
     assert partition_file.load(path).workers == ("d0", "d1", "d2")
 
 
@@ -193,7 +190,7 @@ async def test_second_signal_ends_at_once(eldrd: Daemon) -> None:
         eldrd.process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.2)
         eldrd.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(eldrd.process.wait(), 5) == 1
+        assert await asyncio.wait_for(eldrd.process.wait(), 60) == 1
 
 
 async def test_a_reload_that_replaces_every_worker_refuses_nobody(eldrd: Daemon, fleet: EmulatedFleet) -> None:

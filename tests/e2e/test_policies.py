@@ -42,7 +42,7 @@ async def test_union_counts_requests_in_and_out_and_learns(eldrd: Daemon, fleet:
         async def all_there() -> bool:
             return await eldrd.metric("eldrd_in_flight", role="decode") == 6
 
-        await eldrd.until(all_there, 10)
+        await eldrd.until(all_there)
         assert await active(eldrd) > 8
         # A reload into another policy of the family keeps what runs; one that leaves its client does not stay counted.
         await eldrd.reload(decode={"policy": "soft_band"})
@@ -53,13 +53,13 @@ async def test_union_counts_requests_in_and_out_and_learns(eldrd: Daemon, fleet:
         async def nobody() -> bool:
             return await eldrd.metric("eldrd_in_flight", role="decode") == 0
 
-        await eldrd.until(nobody, 10)
+        await eldrd.until(nobody)
         assert await active(eldrd) == 0
         for at in range(6, 60, 9):
             await asyncio.gather(*(post(eldrd, session, r, stream=True) for r in wanted[at : at + 9]))
     # Steps take 1 ms here: the coefficients have moved towards that.
     assert await eldrd.metric("eldrd_step_time_coefficient", term="base_ms") < given
-    lines = eldrd.lines("request")
+    lines = await eldrd.logged("request", 60)
     assert {line["decode_reason"] for line in lines[-40:]} == {"soft"}
     assert {line["signature"] for line in lines[-40:]} == {"exact"}
     assert fleet.violations == []
@@ -86,8 +86,6 @@ async def test_configurations_that_cannot_work_change_nothing(eldrd: Daemon) -> 
         failed = await eldrd.metric("eldrd_reloads_total", outcome="failed")
         await eldrd.reload(**sections)
         assert await eldrd.metric("eldrd_reloads_total", outcome="failed") == failed + 1
-        # The log is written a moment later, off the loop.
-        await asyncio.sleep(0.2)
-        (problem,) = eldrd.lines("reload_failed")[-1]["problems"]
+        (problem,) = (await eldrd.logged("reload_failed", int(failed) + 1))[-1]["problems"]
         assert ("domain.workers.code" in problem) or ("union.rank_map" in problem and "missing" in problem)
         eldrd.configure(decode={"policy": "jsq"}, domain={"workers": {}}, union={"rank_map": ""})

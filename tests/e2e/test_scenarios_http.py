@@ -55,8 +55,7 @@ async def test_h1_workers_that_close_idle_connections(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n", [200, 2000])
 async def test_h2_many_parallel_streams(stage: Stage, n: int) -> None:
     """All are open at once: the workers answer none before the last has come."""
-    patient = dict.fromkeys(("connect_s", "prefill_s", "first_byte_s", "handoff_s"), 120.0)
-    await stage.reload(timeouts={**stage.base["timeouts"], **patient})
+    await stage.reload(timeouts=dict.fromkeys(stage.base["timeouts"], 120.0))
     stage.fault(stage.decode, stall_at=0)
     tasks = [asyncio.create_task(stage.post(ask(8, stream=True, max_tokens=3))) for _ in range(n)]
     await until(lambda: sum(d.received for d in stage.decode) == n, 120.0)
@@ -64,7 +63,7 @@ async def test_h2_many_parallel_streams(stage: Stage, n: int) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await stage.eldrd.until(stage.settled, 20.0)
+    await stage.eldrd.until(stage.settled)
     stage.fault(stage.decode)
     replies = await asyncio.gather(*(stage.post(ask(8, stream=True, max_tokens=3)) for _ in range(n)))
     assert [(r.status, r.body[-200:]) for r in replies if not r.whole] == []
@@ -118,7 +117,7 @@ async def test_h5_expect_continue(stage: Stage) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Type: application/json\r\n"
         b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
@@ -195,12 +194,12 @@ async def test_h8_silence_inside_a_stream(stage: Stage) -> None:
     reply = await stage.post(ask(stream=True, max_tokens=200))
     assert reply.cut
     assert b"[DONE]" not in reply.body
-    await stage.eldrd.until(stage.settled, 5.0)
+    await stage.eldrd.until(stage.settled)
     assert await counted() == 1
 
 
 async def test_h8_long_prefill_within_its_own_limit(stage: Stage) -> None:
     """Prefill may take longer than any of decode's limits, and nothing limits the whole."""
-    await stage.reload(timeouts={**stage.base["timeouts"], "first_byte_s": 0.3, "idle_s": 0.3})
-    stage.fault(stage.prefill, delay_s=0.8)
+    await stage.reload(timeouts={**stage.base["timeouts"], "first_byte_s": 1.5, "idle_s": 1.5})
+    stage.fault(stage.prefill, delay_s=2.0)
     assert (await stage.post(ask(stream=True))).whole

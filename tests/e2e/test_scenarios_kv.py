@@ -23,8 +23,8 @@ async def waiting_between_the_legs(stage: Stage, folder: Path) -> None:
 
 
 async def released(stage: Stage, n: int = 1) -> None:
-    """Within a second, and long before the lease's end, n hand-offs have been given back and D has generated nothing."""
-    await until(lambda: stage.ends().get("released", 0) >= n, 1.5)
+    """n hand-offs are given back, none waits for its lease's end, and D has generated nothing."""
+    await until(lambda: stage.ends().get("released", 0) >= n)
     assert stage.ends() == {"released": n}
     assert stage.fleet.pinned == 0
     assert stage.generated() == 0
@@ -38,11 +38,11 @@ async def test_k1_client_closes_between_the_legs(stage: Stage, tmp_path: Path) -
     async def listed() -> bool:
         return len((await stage.eldrd.get("/admin/handoffs"))["open"]) == 1
 
-    await stage.eldrd.until(listed, 2.0)
+    await stage.eldrd.until(listed)
     assert stage.fleet.pinned == 1
     task.cancel()
     await released(stage)
-    await stage.eldrd.until(stage.settled, 2.0)
+    await stage.eldrd.until(stage.settled)
     assert await grown() == 1
 
 
@@ -59,8 +59,8 @@ async def test_k2_client_closes_while_prefill_runs(stage: Stage, path: str) -> N
 async def test_k3_long_prefill_is_ended(stage: Stage) -> None:
     """A prefill of 0.6 s, the client leaves at its begin: the worker sees the disconnect and holds nothing."""
     await stage.leave(ask(8000), lambda: any(p.engine.prefill.running for p in stage.prefill))
-    await until(lambda: sum(p.engine.finished["abort"] for p in stage.prefill) == 1, 1.5)
-    await until(lambda: not any(p.engine.prefill.running for p in stage.prefill), 2.0)
+    await until(lambda: sum(p.engine.finished["abort"] for p in stage.prefill) == 1)
+    await until(lambda: not any(p.engine.prefill.running for p in stage.prefill))
     assert stage.ends() == {}
     assert [p.engine.pool.usage for p in stage.prefill] == [0, 0]
     assert stage.generated() == 0
@@ -79,9 +79,9 @@ async def test_k4_client_closes_in_the_moment_prefill_ends(stage: Stage) -> None
 
     for batch in range(3):
         await asyncio.gather(*(leave(0.025 + 0.001 * i + batch * 0.0003) for i in range(10)))
-    await until(lambda: stage.fleet.pinned == 0, 1.5)
-    await stage.eldrd.until(stage.settled, 2.0)
-    await until(lambda: not any(d.engine.decode.running for d in stage.decode), 1.5)
+    await until(lambda: stage.fleet.pinned == 0)
+    await stage.eldrd.until(stage.settled)
+    await until(lambda: not any(d.engine.decode.running for d in stage.decode))
     assert set(stage.ends()) <= {"consumed", "released"}
     assert await lost() == 0
 
@@ -106,7 +106,7 @@ async def test_k6_prefill_worker_dies_with_many_requests(stage: Stage) -> None:
     began = time.monotonic()
     await stage.prefill[0].stop()
     replies = await asyncio.gather(*tasks)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 0.8 * stage.base["timeouts"]["prefill_s"]
     assert [r.status for r in replies] == [200] * 40
     assert stage.prefill[1].received == 40
     assert await stage.metric("eldrd_retries_total", role="prefill") >= on_dead

@@ -53,7 +53,7 @@ async def test_l1_worker_leaves_and_comes_back_under_load(stage: Stage) -> None:
 
     watcher = asyncio.create_task(watch())
     streams = [asyncio.create_task(stage.post(ask(20, stream=True, max_tokens=700))) for _ in range(12)]
-    await until(lambda: sum(d.engine.decode.running for d in stage.decode) == 12)
+    await until(lambda: stage.generated() == 12)
     for i in range(4):
         await stage.reload(decode={**stage.base["decode"], "workers": everyone[1:] if i % 2 == 0 else everyone})
         stage.fault(stage.decode[1:], refuse=True)
@@ -64,13 +64,12 @@ async def test_l1_worker_leaves_and_comes_back_under_load(stage: Stage) -> None:
     await watcher
     assert all(r.whole for r in replies)
     assert lowest == 0
-    await stage.eldrd.until(stage.settled, 5.0)
+    await stage.eldrd.until(stage.settled)
 
 
 async def test_l2_stream_longer_than_every_limit(stage: Stage) -> None:
-    """Each limit is 0.6 s, the stream takes 2.5 s and is never silent for long."""
-    limits = {"prefill_s": 0.6, "first_byte_s": 0.6, "idle_s": 0.6, "handoff_s": 0.6, "connect_s": 0.6}
-    await stage.reload(timeouts=limits)
+    """Each limit is 1.5 s, the stream takes 2.5 s and is never silent for long."""
+    await stage.reload(timeouts=dict.fromkeys(stage.base["timeouts"], 1.5))
     stage.fault(stage.decode, pause_s=0.05)
     began = time.monotonic()
     reply = await stage.post(ask(stream=True, max_tokens=50))
@@ -119,7 +118,7 @@ async def test_o1_one_request_id_twice(stage: Stage, stream: bool) -> None:
 
 async def test_o2_prefill_restarts_between_the_legs(stage: Stage, tmp_path: Path) -> None:
     """Hand-offs of the engine that is gone fail at once and are not tried on others; later ones are served."""
-    await stage.reload(capture={"dir": str(tmp_path / "capture")}, signatures={"wait_ms": 800})
+    await stage.reload(capture={"dir": str(tmp_path / "capture")}, signatures={"wait_ms": 2000})
     before = [p.engine.ledger.engine_id for p in stage.prefill]
     tasks = [asyncio.create_task(stage.post(ask(20))) for _ in range(4)]
     await until(lambda: stage.fleet.pinned == 4)
@@ -129,13 +128,13 @@ async def test_o2_prefill_restarts_between_the_legs(stage: Stage, tmp_path: Path
     assert not {p.engine.ledger.engine_id for p in stage.prefill} & set(before)
     began = time.monotonic()
     replies = await asyncio.gather(*tasks)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 0.8 * stage.base["timeouts"]["first_byte_s"]
     # 503 where a probe came just while the servers were down.
     assert {r.status for r in replies} <= {500, 503}
     assert {v.kind for v in stage.fleet.violations} == {"unknown_engine"}
     stage.fleet.violations.clear()
     await stage.reload(capture={"dir": ""})
-    await stage.eldrd.until(stage.settled, 5.0)
+    await stage.eldrd.until(stage.settled)
     assert (await stage.post(ask(20))).whole
 
 
@@ -171,7 +170,9 @@ async def test_o4_keys_of_workers_and_of_clients(stage: Stage, tmp_path: Path) -
                 assert [m["id"] for m in (await r.json())["data"]] == [MODEL]
             stage.fault(stage.decode, status=400)
             assert (await own.post(ask(), Authorization="Bearer client-one")).status == 400
-            await until(lambda: stage.fleet.pinned == 0, 1.5)
+            await until(lambda: stage.fleet.pinned == 0)
+            assert stage.ends() == {"consumed": 2, "released": 1}
+            # The process has ended when the block has: its log is whole.
             log = own.eldrd.log.read_text()
     finally:
         for worker in workers:
@@ -214,7 +215,7 @@ async def test_o5_names_from_clients_make_no_series(stage: Stage) -> None:
 
 async def test_o6_sigterm_in_the_middle_of_a_stream(stage: Stage, tmp_path: Path) -> None:
     """/ready fails while the listener is still open; the stream ends whole; then the process ends with status 0."""
-    async with another(stage, tmp_path, drain={"delay_s": 0.6, "timeout_s": 20.0}) as own:
+    async with another(stage, tmp_path, drain={"delay_s": 2.0, "timeout_s": 60.0}) as own:
         task = asyncio.create_task(own.post(ask(stream=True, max_tokens=1500)))
         await until(lambda: any(d.engine.decode.running for d in stage.decode))
         own.eldrd.signal(signal.SIGTERM)
@@ -223,13 +224,13 @@ async def test_o6_sigterm_in_the_middle_of_a_stream(stage: Stage, tmp_path: Path
             async with stage.http.get(own.eldrd.url + "/ready") as r:
                 return r.status == 503
 
-        await own.eldrd.until(unready, 0.5)
+        await own.eldrd.until(unready)
         assert (await own.post(ask(5))).whole
         reply = await task
         assert reply.whole
         assert len(reply.text.split()) == 1500
         assert own.eldrd.process is not None
-        assert await asyncio.wait_for(own.eldrd.process.wait(), 5) == 0
+        assert await asyncio.wait_for(own.eldrd.process.wait(), 60) == 0
 
 
 async def test_o6_drain_has_a_deadline(stage: Stage, tmp_path: Path) -> None:
@@ -240,8 +241,9 @@ async def test_o6_drain_has_a_deadline(stage: Stage, tmp_path: Path) -> None:
         began = time.monotonic()
         own.eldrd.signal(signal.SIGTERM)
         assert own.eldrd.process is not None
-        assert await asyncio.wait_for(own.eldrd.process.wait(), 10) == 0
-        assert 0.4 < time.monotonic() - began < 6.0
+        assert await asyncio.wait_for(own.eldrd.process.wait(), 60) == 0
+        # The stream alone would take 20 s.
+        assert 0.4 < time.monotonic() - began < 15.0
         reply = await task
         assert reply.cut
         assert b"[DONE]" not in reply.body
@@ -266,7 +268,7 @@ async def test_o7_full_queue_is_429(stage: Stage) -> None:
     async def queued() -> bool:
         return await stage.metric("eldrd_requests_running") == 3
 
-    await stage.eldrd.until(queued, 2.0)
+    await stage.eldrd.until(queued)
     reply = await stage.post(ask())
     assert reply.status == 429
     assert reply.error["type"] == "TooManyRequestsError"
@@ -303,6 +305,7 @@ async def test_o8_model_alias(stage: Stage, tmp_path: Path, stream: bool) -> Non
 async def test_o9_nothing_of_a_request_is_logged(stage: Stage) -> None:
     """Prompt, completion, names and keys carry a marker through every kind of failure; no log line has it."""
     marker = "xyzzymarker"
+    before = stage.eldrd.lines("request")
     more: dict[str, Any] = {"prompt": f"{marker} is secret", "stop": [marker], "user": marker, "max_tokens": 60}
     faults: list[dict[str, Any]] = [
         {}, {"status": 400}, {"status": 500}, {"refuse": True}, {"die_after_chunks": 2}, {"cut_at": 40},
@@ -325,7 +328,7 @@ async def test_o9_nothing_of_a_request_is_logged(stage: Stage) -> None:
     await stage.post(ask(), f"/{marker}?{marker}")
     await stage.post(chat(max_tokens=3, user=marker), CHAT)
     await stage.post(ask(5, max_tokens=2), COMPLETIONS)
-    await asyncio.sleep(0.1)
+    await stage.eldrd.logged("request", len(before) + 2 * len(faults))
     log = stage.eldrd.log.read_text()
     assert '"request"' in log
     assert marker not in log

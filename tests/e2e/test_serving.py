@@ -80,7 +80,7 @@ async def test_many_at_once_all_come_right(
     assert await eldrd.metric("eldrd_in_flight") == 0
     assert await eldrd.metric("eldrd_handoffs_open") == 0
     assert await eldrd.metric("eldrd_handoffs_total", outcome="consumed") == 40
-    used = {line["decode"] for line in eldrd.lines("request")}
+    used = {line["decode"] for line in await eldrd.logged("request", 40)}
     assert used == {"d0", "d1", "d2"}
 
 
@@ -106,8 +106,7 @@ async def test_models_metrics_and_logs(client: openai.AsyncOpenAI, eldrd: Daemon
     assert [m.id async for m in client.models.list()] == [MODEL]
     text = prompts(1)[0]
     await completion(client, text, stream=True)
-    await asyncio.sleep(0.1)
-    (line,) = eldrd.lines("request")
+    (line,) = await eldrd.logged("request")
     assert line["outcome"] == "ok"
     assert line["status"] == 200
     assert line["prefill"] in ("p0", "p1")
@@ -235,9 +234,8 @@ async def test_client_that_leaves_frees_everything(eldrd: Daemon, fleet: Emulate
         async def gone() -> bool:
             return await eldrd.metric("eldrd_in_flight") == 0
 
-        await eldrd.until(gone, 2.0)
-    await asyncio.sleep(0.1)
-    (line,) = eldrd.lines("request")
+        await eldrd.until(gone)
+    (line,) = await eldrd.logged("request")
     assert line["outcome"] == "client_gone"
 
 
@@ -248,8 +246,8 @@ async def test_drain_ends_streams_and_refuses_new(eldrd: Daemon, client: openai.
     async def decoding() -> bool:
         return await eldrd.metric("eldrd_in_flight", role="decode") > 0
 
-    await eldrd.until(decoding, 5.0)
+    await eldrd.until(decoding)
     assert eldrd.process is not None
     eldrd.process.terminate()
     assert len((await task).split()) == 400
-    assert await asyncio.wait_for(eldrd.process.wait(), 5) == 0
+    assert await asyncio.wait_for(eldrd.process.wait(), 60) == 0
