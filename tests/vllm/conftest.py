@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from loadgen.vllm.stack import Stack
+from loadgen.vllm.stack import Stack, StackSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,7 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """TEST_VLLM_OUT keeps the servers' logs in a folder of one's choice."""
+    """TEST_VLLM_OUT keeps the servers' logs in a folder of one's choice. Signatures are waited for as long as a busy
+    machine may need."""
     out = os.environ.get("TEST_VLLM_OUT")
-    async with Stack(Path(out) if out else tmp_path_factory.mktemp("stack")) as stack:
+    spec = StackSpec(signature_wait_ms=10_000)
+    async with Stack(Path(out) if out else tmp_path_factory.mktemp("stack"), spec) as stack:
         yield stack
