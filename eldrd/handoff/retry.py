@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from eldrd.config import Settings
+    from eldrd.config import Health, Settings
     from eldrd.fleet.connection import UpstreamError
     from eldrd.fleet.table import Pool
     from eldrd.fleet.worker import Worker
@@ -41,13 +41,6 @@ class Retries:
                     usable[row] = False
         return usable
 
-    def answered(self, worker: Worker, status: int) -> None:
-        """Tell the breaker of an answer; a 4xx is the client's fault, not the worker's."""
-        if status >= 500:
-            worker.failed(self._health.failures, self._health.open_s, unreachable=False)
-        else:
-            worker.succeeded()
-
     def failed(self, worker: Worker, e: UpstreamError) -> None:
         """Tell the breaker of a failed exchange. A stale connection is nobody's fault, a stalled client not D's."""
         if not e.stale and e.cause != "stalled":
@@ -74,6 +67,14 @@ class Retries:
     def _count(self, role: str, cause: str) -> None:
         self._record.retries.append(f"{role}_{cause}")
         self._metrics.retries.labels(role, cause).inc()
+
+
+def answered(worker: Worker, status: int, health: Health) -> None:
+    """Tell the breaker of an answer; a 4xx is the client's fault, not the worker's."""
+    if status >= 500:
+        worker.failed(health.failures, health.open_s, unreachable=False)
+    else:
+        worker.succeeded()
 
 
 def final(role: str, e: UpstreamError) -> Failure:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eldrd.fleet import vllm
 from eldrd.handoff.failure import no_worker
-from eldrd.handoff.retry import Retries
+from eldrd.handoff.retry import Retries, answered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,11 +66,7 @@ class Way:
 
     def answered(self, worker: Worker, status: int) -> None:
         """Tell the breaker of an answer."""
-        if status >= 500:
-            self.retries.answered(worker, status)
-        else:
-            # A 4xx is the client's fault, not the worker's.
-            worker.succeeded()
+        answered(worker, status, self.snap.settings.health)
 
     async def late_signature(self, eldr_id: str) -> Signature | None:
         return await self.life.receiver.wait(eldr_id, self.snap.settings.signatures.wait_ms / 1e3)

@@ -12,7 +12,7 @@ from eldrd.fleet.table import LoadTable, Pool
 from eldrd.fleet.worker import Worker
 from eldrd.handoff.failure import Failure
 from eldrd.handoff.request import Record
-from eldrd.handoff.retry import Retries, final
+from eldrd.handoff.retry import Retries, answered, final
 from eldrd.telemetry.metrics import Metrics
 
 ONE = {"workers": [{"name": "p0", "url": "http://127.0.0.1:1"}]}
@@ -22,6 +22,7 @@ TWO = {"workers": [{"name": "d0", "url": "http://127.0.0.1:2"}, {"name": "d1", "
 class Case:
     def __init__(self, attempts: int = 2) -> None:
         settings = Settings(prefill=ONE, decode=TWO, retries={"attempts": attempts}, health={"failures": 3})
+        self.health = settings.health
         self.record = Record(arrived=0.0)
         self.metrics = Metrics()
         self.retries = Retries(settings, self.metrics, self.record)
@@ -113,14 +114,14 @@ def test_a_stalled_client_is_not_the_workers_fault() -> None:
 def test_breaker_hears_of_statuses(status: int, usable: bool) -> None:
     case = Case()
     for _ in range(20):
-        case.retries.answered(case.workers[0], status)
+        answered(case.workers[0], status, case.health)
     assert case.workers[0].usable is usable
 
 
 def test_a_good_answer_forgives() -> None:
     case = Case()
     for status in (500, 500, 200, 500, 500):
-        case.retries.answered(case.workers[0], status)
+        answered(case.workers[0], status, case.health)
     assert case.workers[0].usable
 
 
