@@ -118,7 +118,7 @@ async def test_o1_one_request_id_twice(stage: Stage, stream: bool) -> None:
 
 async def test_o2_prefill_restarts_between_the_legs(stage: Stage, tmp_path: Path) -> None:
     """Hand-offs of the engine that is gone fail at once and are not tried on others; later ones are served."""
-    await stage.reload(capture={"dir": str(tmp_path / "capture")}, signatures={"wait_ms": 2000})
+    await stage.reload(capture={"dir": str(tmp_path / "capture")}, signatures={"wait_ms": 4000})
     before = [p.engine.ledger.engine_id for p in stage.prefill]
     tasks = [asyncio.create_task(stage.post(ask(20))) for _ in range(4)]
     await until(lambda: stage.fleet.pinned == 4)
