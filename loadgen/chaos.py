@@ -241,8 +241,10 @@ class _Chaos:
             if not await _within(_PATIENCE_S, lambda e=engine: e.pool.usage == 0):  # type: ignore[misc]
                 problems.append(f"{worker.name} holds KV blocks: {engine.pool.usage:.4f} of them")
             self._retire(worker)
-        end = time.monotonic() + _PATIENCE_S
-        while any((gauges := await self._gauges()).values()) and time.monotonic() < end:
+        for _ in range(int(_PATIENCE_S / 0.05)):
+            gauges = await self._gauges()
+            if not any(gauges.values()):
+                break
             await asyncio.sleep(0.05)
         problems += [f"gauge {name} is {value:g}, not 0" for name, value in gauges.items() if value]
         for outcome in ("consumed", "released", "expired", "lost"):
