@@ -111,7 +111,8 @@ def load(path: Path) -> Partition:
     """Read and check a partition. Raises PartitionError naming file and field for everything that does not fit."""
     fields: dict[str, Any] = {}
     try:
-        with safe_open(path, "numpy") as f:
+        # open says why a file cannot be opened; for safetensors there is none.
+        with path.open("rb"), safe_open(path, "numpy") as f:
             metadata: dict[str, str] = f.metadata() or {}
             if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
                 found = f"{metadata.get('format')} version {metadata.get('version')}"

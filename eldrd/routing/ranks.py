@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def load_ranks(path: Path) -> NDArray[np.int32]:
     """The tensor ``ranks`` of a safetensors file: integers [L, E], ranks from 0. Raises ValueError naming the file."""
     try:
-        arrays = load_file(path)
+        # open says why a file cannot be opened; for safetensors there is none.
+        with path.open("rb"):
+            arrays = load_file(path)
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{path}: not a readable safetensors file: {e}") from None
     ranks = arrays.get("ranks")

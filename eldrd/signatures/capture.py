@@ -252,7 +252,8 @@ def _read_shard(path: Path, requests: int, geometry: Geometry) -> dict[str, Any]
     expected = {"prefill": counts, "prompt_tokens": (requests,), "output_tokens": (requests,)}
     shard: dict[str, Any] = {}
     try:
-        with safe_open(path, "numpy") as f:
+        # open says why a file cannot be opened; for safetensors there is none.
+        with path.open("rb"), safe_open(path, "numpy") as f:
             if "decode" in f.keys():  # noqa: SIM118, safe_open is no mapping
                 expected["decode"] = counts
             for key, shape in expected.items():

@@ -138,6 +138,7 @@ def test_another_geometry_is_refused(tmp_path: Path) -> None:
         (lambda d: edit_index(d, shards=[{"file": SHARD, "requests": 3}]), r"00000\.safetensors: prefill is uint16"),
         (lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:-5]), r"00000\.safetensors: "),
         (lambda d: (d / SHARD).write_bytes(b""), r"00000\.safetensors: "),
+        (lambda d: (d / SHARD).unlink() or (d / SHARD).mkdir(), r"00000\.safetensors: .*Is a directory"),
     ],
 )
 def test_broken_captures_are_named(tmp_path: Path, damage: object, message: str) -> None:
