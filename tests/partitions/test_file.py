@@ -143,7 +143,7 @@ def test_truncated_missing_and_foreign_files(tmp_path: Path) -> None:
         path.write_bytes(content[:size])
         with pytest.raises(PartitionError, match="p: not a readable partition file"):
             load(path)
-    with pytest.raises(PartitionError, match="not a readable partition file: .*Is a directory"):
+    with pytest.raises(PartitionError, match=r"not a readable partition file: .*Is a directory"):
         load(tmp_path)
 
 

@@ -39,5 +39,5 @@ def test_refusals_name_the_file(tmp_path: Path, arrays: dict[str, np.ndarray], m
     (tmp_path / "r").write_bytes(b"x")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         load_ranks(tmp_path / "r")
-    with pytest.raises(ValueError, match="not a readable safetensors file: .*Is a directory"):
+    with pytest.raises(ValueError, match=r"not a readable safetensors file: .*Is a directory"):
         load_ranks(tmp_path)
