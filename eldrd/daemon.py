@@ -292,10 +292,13 @@ class Daemon:
 
     async def _drain(self) -> None:
         """/ready fails first, so that balancers look away before the listener closes."""
+        drain = self.current().settings.drain
         self._admin.draining = True
-        self._notify("STOPPING=1", f"STATUS=draining {self._app.running} requests")
+        # systemd kills at TimeoutStopSec who has not asked for more.
+        extend = f"EXTEND_TIMEOUT_USEC={int((drain.delay_s + drain.timeout_s + 10) * 1e6)}"
+        self._notify("STOPPING=1", extend, f"STATUS=draining, requests running: {self._app.running}")
         log.info("draining", running=self._app.running)
-        await asyncio.sleep(self.current().settings.drain.delay_s)
+        await asyncio.sleep(drain.delay_s)
 
     async def _finish_requests(self) -> None:
         deadline = time.monotonic() + self.current().settings.drain.timeout_s

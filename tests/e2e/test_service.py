@@ -73,7 +73,8 @@ async def test_the_service_manager_is_told_of_start_reload_and_stop(daemon: Daem
         assert await daemon.stop() == 0
     told = [m for m in manager.told() if "WATCHDOG" not in m]
     assert [next(iter(m)) for m in told] == ["READY", "RELOADING", "READY", "RELOADING", "READY", "STOPPING"]
-    assert manager.status() == "draining 0 requests"
+    assert manager.status() == "draining, requests running: 0"
+    assert float(told[-1]["EXTEND_TIMEOUT_USEC"]) > daemon.sections["drain"]["timeout_s"] * 1e6
 
 
 async def test_a_reload_asked_for_during_the_start_is_done_after_it(daemon: Daemon, manager: Manager) -> None:
