@@ -65,8 +65,8 @@ class Daemon:
             "prefill": {"workers": prefill},
             "decode": {"policy": "jsq", "workers": decode},
             "signatures": {"listen": hook, "wait_ms": 200},
-            "health": {"interval_s": 0.3, "timeout_s": 2.0, "open_s": 0.5},
-            "drain": {"timeout_s": 10.0},
+            "health": {"interval_s": 0.3, "timeout_s": 10.0, "open_s": 0.5},
+            "drain": {"timeout_s": 50.0},
         }
 
     def configure(self, **sections: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Daemon:
         except aiohttp.ClientError:
             return False
 
-    async def until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], Awaitable[bool]], timeout_s: float = 120.0) -> None:
         """Wait until ``condition`` holds. Raises DaemonError when it does not in time or the process ended."""
         end = time.monotonic() + timeout_s
         while not await condition():
@@ -169,4 +169,4 @@ class Daemon:
         assert self.process is not None
         if self.process.returncode is None:
             self.process.terminate()
-        return await asyncio.wait_for(self.process.wait(), 60)
+        return await asyncio.wait_for(self.process.wait(), 90)

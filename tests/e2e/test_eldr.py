@@ -183,7 +183,7 @@ async def test_a_config_that_cannot_be_used_ends_with_status_2(tmp_path: Path) -
 
 
 async def test_second_signal_ends_at_once(eldrd: Daemon) -> None:
-    body = {"model": MODEL, "prompt": "a b c", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "a b c", "max_tokens": 5000, "stream": True, "ignore_eos": True}
     assert eldrd.process is not None
     async with aiohttp.ClientSession() as s, s.post(eldrd.url + "/v1/completions", json=body) as r:
         await r.content.readany()

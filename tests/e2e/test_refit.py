@@ -65,8 +65,11 @@ async def test_refit_follows_traffic_and_survives(eldrd: Daemon, fleet: Emulated
     async def refitted() -> bool:
         return await eldrd.metric("eldrd_refits_total", outcome="swapped") >= 1
 
-    await eldrd.until(refitted, 10.0)
-    assert homes(*await send(eldrd, 60, seed=3)) > 0.85
+    await eldrd.until(refitted)
+    # Three clusters of four domains split one or two of them: mostly 0.9 to 1, one half by chance.
+    workers, domains = await send(eldrd, 80, seed=3)
+    assert homes(workers, domains) > 0.7
+    assert set(workers) == {"d0", "d1", "d2"}
     assert eldrd.lines("refit_failed") == []
 
     # Joined and left: no restart, no error, the file still names the old workers.
@@ -87,5 +90,7 @@ async def test_refit_follows_traffic_and_survives(eldrd: Daemon, fleet: Emulated
     eldrd.configure(refit={"enabled": True, "every_s": 3600.0})
     await eldrd.start()
     assert (await eldrd.get("/admin/status"))["partition"]["created"] == kept.created
-    assert homes(*await send(eldrd, 80, seed=6)) > 0.8
+    workers, domains = await send(eldrd, 80, seed=6)
+    assert homes(workers, domains) > 0.7
+    assert set(workers) == {"d0", "d1", "d2"}
     assert fleet.violations == []

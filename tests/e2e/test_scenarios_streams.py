@@ -123,12 +123,12 @@ async def test_s4_cut_inside_the_head(stage: Stage, stream: bool, at: int) -> No
 
 
 async def test_s5_each_chunk_as_it_comes(stage: Stage) -> None:
-    stage.fault(stage.decode, pause_s=0.03)
+    stage.fault(stage.decode, pause_s=0.08)
     reply = await stage.post(ask(stream=True, max_tokens=20))
     direct = await stage.post(ask(stream=True, max_tokens=20), url=stage.decode[0].url)
     assert reply.whole
     assert reply.headers["Content-Type"] == direct.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    # 20 events, 30 ms apart: none is held back to be sent with the next.
+    # 20 events, 80 ms apart: none is held back to be sent with the next, though a busy machine may join a few.
     gaps = [b - a for a, b in pairwise(reply.arrivals)]
     assert len(reply.arrivals) >= 15
-    assert statistics.median(gaps) > 0.02
+    assert statistics.median(gaps) > 0.04

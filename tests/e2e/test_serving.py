@@ -241,7 +241,7 @@ async def test_client_that_leaves_frees_everything(eldrd: Daemon, fleet: Emulate
 
 async def test_drain_ends_streams_and_refuses_new(eldrd: Daemon, client: openai.AsyncOpenAI) -> None:
     text = prompts(1)[0]
-    task = asyncio.create_task(completion(client, text, stream=True, max_tokens=400, extra_body={"ignore_eos": True}))
+    task = asyncio.create_task(completion(client, text, stream=True, max_tokens=1000, extra_body={"ignore_eos": True}))
 
     async def decoding() -> bool:
         return await eldrd.metric("eldrd_in_flight", role="decode") > 0
@@ -249,5 +249,5 @@ async def test_drain_ends_streams_and_refuses_new(eldrd: Daemon, client: openai.
     await eldrd.until(decoding)
     assert eldrd.process is not None
     eldrd.process.terminate()
-    assert len((await task).split()) == 400
+    assert len((await task).split()) == 1000
     assert await asyncio.wait_for(eldrd.process.wait(), 60) == 0
