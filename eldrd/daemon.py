@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import structlog
@@ -144,7 +145,7 @@ class Daemon:
             self._receiver.close()
             for worker in self._workers.values():
                 worker.pool.close()
-            log.info("stopped", unfinished=self._app.running)
+            log.info("stopped", unfinished=self._app.unfinished)
 
     # -- configuration ------------------------------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ class Daemon:
             else:
                 logs.configure(settings.log.level)
                 self._metrics.reloads.labels("ok").inc()
-                fixed = [k for k in _FIXED if _value(settings, k) != _value(self._started_with, k)]
+                fixed = [k for k in _FIXED if attrgetter(k)(settings) != attrgetter(k)(self._started_with)]
                 if fixed:
                     log.warning("restart_needed", keys=fixed)
                 log.info("reloaded", generation=self.current().generation, policy=settings.decode.policy)
@@ -304,6 +305,7 @@ class Daemon:
         deadline = time.monotonic() + self.current().settings.drain.timeout_s
         while self._app.running and time.monotonic() < deadline:  # noqa: ASYNC110, a drain is no hot path
             await asyncio.sleep(0.02)
+        self._app.unfinished = self._app.running
 
     # -- surroundings -------------------------------------------------------------------------------------------------------
 
@@ -359,11 +361,6 @@ def _keys(settings: Settings) -> tuple[frozenset[bytes], dict[str, str]]:
     clients = config.keys(settings.auth.client_keys_file, "auth.client_keys_file")
     workers = config.keys(settings.auth.worker_key_file, "auth.worker_key_file")
     return auth.digests(clients), {"Authorization": f"Bearer {workers[0]}"} if workers else {}
-
-
-def _value(settings: Settings, key: str) -> object:
-    section, name = key.split(".")
-    return getattr(getattr(settings, section), name)
 
 
 def _compile() -> None:

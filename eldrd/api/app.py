@@ -48,6 +48,8 @@ class App:
         self._metrics = metrics
         self._current = current
         self.running = 0
+        # Of these, the requests that had not ended when the drain was over, and are ended now.
+        self.unfinished = 0
 
     def server(self) -> HttpServer:
         """The server around this app, for ``loop.create_server``."""
@@ -147,8 +149,7 @@ class App:
                 record.outcome = failure.outcome
                 answer = errors.error_answer(failure)
             except (asyncio.CancelledError, ConnectionError):
-                record.outcome = "client_gone"
-                record.status = 499
+                record.outcome, record.status = ("drain_over", 503) if self.unfinished else ("client_gone", 499)
                 raise
             except Exception as e:
                 log.error("request_failed", id=request and request.id, exception=type(e).__name__, exc_at=_where(e))

@@ -247,6 +247,9 @@ async def test_o6_drain_has_a_deadline(stage: Stage, tmp_path: Path) -> None:
         reply = await task
         assert reply.cut
         assert b"[DONE]" not in reply.body
+        # The log does not say that the client has left.
+        assert [(r["outcome"], r["status"]) for r in own.eldrd.lines("request")] == [("drain_over", 503)]
+        assert [line["unfinished"] for line in own.eldrd.lines("stopped")] == [1]
 
 
 async def test_o7_no_worker_is_503(stage: Stage) -> None:
