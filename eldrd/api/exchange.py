@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import struct
 import time
 from email.utils import formatdate
 from functools import lru_cache
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import httptools
 
 from eldrd.api.errors import error_body
+from eldrd.api.tcp import reset
 from eldrd.fleet.events import ChunkDecoder
 from eldrd.handoff.failure import Failure
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from eldrd.handoff.answer import Answer, Flow
 
 _REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
-_RESET: Final = struct.pack("ii", 1, 0)
 _NO_FIELDS: Final[tuple[tuple[bytes, bytes], ...]] = ()
 
 
@@ -157,8 +155,9 @@ class Exchange:
         else:
             # Inside a chunk or a body of declared length an abrupt end says that it is not whole, else only a reset does.
             if self._open_ended:
-                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            transport.abort()
+                reset(transport)
+            else:
+                transport.abort()
 
 
 def _decoded(decoder: ChunkDecoder, write: Callable[[bytes], object]) -> Callable[[bytes], object]:

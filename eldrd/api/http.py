@@ -1,7 +1,7 @@
 """One client's HTTP/1.1 connection (RFC 9112): the exchanges that its bytes make. Knows no path, routes nothing.
 
 httptools (llhttp) judges the bytes. What it is too strict or silent about is settled here: an Upgrade that nobody asked
-for is ignored (RFC 9110, 7.8), trailers are dropped, heads and bodies are bounded.
+for is ignored (RFC 9110, 7.8), trailers are dropped, heads, bodies and what surrounds these are bounded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import httptools
 
 from eldrd.api.errors import too_large
 from eldrd.api.exchange import Exchange, path_of
+from eldrd.api.tcp import peer_is_there
 from eldrd.handoff.failure import Failure
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ MAX_HEAD: Final = 65_536
 STALLED_S: Final = 60.0
 # After an answer that came before the end of the request, for the client to read it.
 LINGER_S: Final = 5.0
+# Bytes of a chunk of one byte that are not its contents, and some for a padded size.
+_AROUND: Final = 16
 _VERSIONS: Final = ("1.1", "1.0")
 # Those that eldrd or its workers have a use for; the others are not worth their decoding.
 _LOOKED_AT: Final = {
@@ -39,12 +42,15 @@ _LOOKED_AT: Final = {
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client. Requests are served one after another; those that come early wait, and reading stops meanwhile.
+    """One client. Requests are served one after another; those that come early wait, and reading stops meanwhile, but
+    for the sweep's look whether the client is there.
 
     upstream: whose bytes are being relayed to this client, paused while it does not read.
     """
 
     __slots__ = (
+        "_around",
+        "_body",
         "_deaf",
         "_exchange",
         "_going_on",
@@ -53,7 +59,6 @@ class HttpConnection(asyncio.Protocol):
         "_limit",
         "_lingering",
         "_parser",
-        "_parts",
         "_paused_reading",
         "_queue",
         "_server",
@@ -76,8 +81,10 @@ class HttpConnection(asyncio.Protocol):
         # Whether the head began in an earlier read.
         self._going_on = False
         self._head_bytes = 0
-        self._parts: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._size = 0
+        # Chunk sizes, extensions and trailers of the body.
+        self._around = 0
         self._limit = 0
         # After a request that cannot be read or is refused early nothing more is read, and its sender gets time to leave.
         self._deaf = False
@@ -133,28 +140,43 @@ class HttpConnection(asyncio.Protocol):
             self._next()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
-            return
+        while data and not self._deaf:
+            data = self._feed(data)
+
+    def _feed(self, data: bytes) -> bytes:
+        """Give the parser what has been read; what it must be given on top of that."""
         self._going_on = self._in_head
+        before, size = self._exchange, self._size
+        upgrade_at = -1
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data, upgrade.args[0])
+            upgrade_at = upgrade.args[0]
         except httptools.HttpParserError as e:
             # One that a callback of ours raised is wrapped.
             inner = e.__context__
             if inner is not None and not isinstance(inner, httptools.HttpParserError):
                 raise inner from None
             self._malformed()
+        if upgrade_at >= 0:
+            return self._without_upgrade(data, upgrade_at)
         if self._in_head:
             if self._going_on:
                 self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD:
                 self._malformed(431)
+        elif before is not None and before is self._exchange and not self._going_on:
+            self._around += len(data) - (self._size - size)
+            if self._around > MAX_HEAD + _AROUND * self._size:
+                self._malformed()
+        return b""
 
     # -- httptools ----------------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._deaf:
+            # Behind the last request, in the same read.
+            return
         self._exchange = Exchange(self)
         self._in_head = True
         self._head_bytes = 0
@@ -189,21 +211,23 @@ class HttpConnection(asyncio.Protocol):
         exchange.http11 = version == "1.1"
         exchange.keep_alive = parser.should_keep_alive()
         exchange.path = path_of(exchange.url)
-        self._parts = []
-        self._size = 0
-        if version not in _VERSIONS:
+        self._body = b""
+        self._size = self._around = 0
+        headers = exchange.headers
+        coding = headers.get("transfer-encoding")
+        # Of a coding before the last, or in HTTP/1.0, every server thinks differently (RFC 9112, 6.1).
+        if version not in _VERSIONS or (coding is not None and (coding.lower() != "chunked" or version == "1.0")):
             # Answered as whatever cannot be read.
-            raise httptools.HttpParserError(version)
+            raise httptools.HttpParserError
         if parser.should_upgrade():
             return
         handler = self._server.handler
         handler.begin(exchange)
-        headers = exchange.headers
         self._limit = limit = handler.limit()
         huge = "content-length" in headers and int(headers["content-length"]) > limit
         if huge and exchange.failure is None:
             exchange.failure = too_large(limit)
-        expects = "expect" in headers and headers["expect"].lower() == "100-continue"
+        expects = "expect" in headers and headers["expect"].lower() == "100-continue" and exchange.http11
         if exchange.failure is not None:
             if huge or expects:
                 self._refuse(exchange)
@@ -218,19 +242,24 @@ class HttpConnection(asyncio.Protocol):
         self._size += len(body)
         if self._size > self._limit:
             exchange.failure = exchange.failure or too_large(self._limit)
-            self._parts = []
+            self._body = b""
             self._refuse(exchange)
         elif exchange.failure is None:
-            self._parts.append(body)
+            if not self._body:
+                self._body = body
+                return
+            if type(self._body) is bytes:
+                # A list of its pieces would take many times the bytes of those that are tiny.
+                self._body = bytearray(self._body)
+            self._body += body
 
     def on_message_complete(self) -> None:
         exchange = self._exchange
         if exchange is None or self._parser.should_upgrade():
             return
         self._exchange = None
-        parts = self._parts
-        exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._parts = []
+        exchange.body = bytes(self._body)
+        self._body = b""
         self._take(exchange)
 
     # -- requests -----------------------------------------------------------------------------------------------------------
@@ -278,6 +307,8 @@ class HttpConnection(asyncio.Protocol):
         if self._deaf and not others:
             # The client may still be sending: closing now could take the answer from it.
             self._lingering = True
+            if not self._transport.is_closing():
+                self._transport.write_eof()
         else:
             self._transport.close()
 
@@ -309,21 +340,24 @@ class HttpConnection(asyncio.Protocol):
             exchange.failure = failure
             self._take(exchange)
 
-    def _ignore_upgrade(self, data: bytes, offset: int) -> None:
-        """The parser stops at a request to switch protocols: give it the same head again without that."""
+    def _without_upgrade(self, data: bytes, offset: int) -> bytes:
+        """The parser stops at a request to switch protocols: the same head again without that, for a new one, and what
+        follows."""
         exchange = self._exchange
         self._exchange = None
         if exchange is None:
-            return
+            return b""
         self._parser = httptools.HttpRequestParser(self)
         if exchange.method == "CONNECT":
             self._malformed()
-            return
+            return b""
         lines = [b"%b %b HTTP/1.%d" % (exchange.method.encode(), exchange.url, exchange.http11)]
         lines += [f"{k}: {v}".encode("utf-8", "surrogateescape") for k, v in exchange.headers.items()]
         if not exchange.keep_alive:
             lines.append(b"connection: close")
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + data[offset:])
+        elif not exchange.http11:
+            lines.append(b"connection: keep-alive")
+        return b"\r\n".join(lines) + b"\r\n\r\n" + data[offset:]
 
     # -- ends ---------------------------------------------------------------------------------------------------------------
 
@@ -345,6 +379,9 @@ class HttpConnection(asyncio.Protocol):
 
     def check(self, now: float, keepalive_s: float) -> None:
         """Close what has been idle or has stalled for too long. A relay is the IdleWatch's."""
+        if self._paused_reading and self._transport is not None and not peer_is_there(self._transport):
+            self.abort()
+            return
         waited = now - self._since
         if self._task is not None:
             return
