@@ -188,7 +188,7 @@ async def test_second_signal_ends_at_once(eldrd: Daemon) -> None:
     async with aiohttp.ClientSession() as s, s.post(eldrd.url + "/v1/completions", json=body) as r:
         await r.content.readany()
         eldrd.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await eldrd.logged("draining")
         eldrd.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(eldrd.process.wait(), 60) == 1
 

@@ -531,6 +531,7 @@ async def test_models_share_no_rows(bench: Bench) -> None:
     await bench.until("blocks")
     bench.receiver.expect("r")
     await other.request("r", [1, 2, 3], TAIL, TOKENS)
+    await bench.until("request")
     signature = await bench.receiver.wait("r", 0.1)
     assert signature is not None
     assert signature.state == "partial"

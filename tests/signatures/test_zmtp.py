@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from eldrd.signatures import zmtp
 from eldrd.signatures.zmtp import Connection, Listener
+from loadgen.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -58,12 +59,12 @@ ANSWER = greeting() + ready(b"ROUTER", b"\x08Identity" + bytes(4))
 class Bench:
     """A listener and what it was told."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(self, endpoint: str = "") -> None:
         self.messages: list[list[bytes]] = []
         self.froms: list[Connection] = []
         self.refused: list[str] = []
         self.listener = Listener(self._received, lambda _, problem: self.refused.append(problem))
-        self.endpoint = self.listener.start(endpoint)
+        self.endpoint = self.listener.start(endpoint or f"tcp://127.0.0.1:{free_port()}")
         self.context = zmq.asyncio.Context()
         self.errors: list[dict[str, Any]] = []
 
