@@ -36,7 +36,7 @@ class Target:
     def __init__(self, fleet: EmulatedFleet, eldrd: Daemon) -> None:
         self.fleet, self.eldrd = fleet, eldrd
 
-    async def talk(self, *parts: bytes, patience_s: float = 10.0) -> bytes:
+    async def talk(self, *parts: bytes, patience_s: float = 60.0) -> bytes:
         """Send these parts and take what comes until the connection is closed, by us if there is silence for so long."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.eldrd.port)
         got = b""
@@ -74,7 +74,7 @@ async def target(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Targ
         journal=True,
         step_cost=StepCost(0.0005, 0, 0),
         prefill_cost=PrefillCost(0.0005, 0),
-        lease_s=3,
+        lease_s=30,
     )
     async with EmulatedFleet(spec) as fleet:
         listed = fleet.describe()
