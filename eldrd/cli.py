@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 import urllib.error
@@ -33,6 +34,9 @@ def serve(path: Path) -> None:
     """Run the daemon. SIGHUP reloads the settings, SIGTERM drains and stops."""
     from eldrd import daemon
 
+    # A stream takes two sockets, and shells allow 1,024 for the sake of programs that use select().
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.exit(daemon.serve(path))
 
 

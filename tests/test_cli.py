@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from eldrd import config
+from eldrd import config, daemon
 from eldrd.cli import main
 from eldrd.partitions import file as partition_file
 from eldrd.signatures.capture import CaptureWriter
@@ -123,3 +124,21 @@ enabled = """
     partition_file.save(replace(partition, workers=("x", "y")), out)
     assert run("check", "--config", path).exit_code == 2
     assert config.load(path).refit.enabled
+
+
+def test_serve_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred streams more than a shell's limit must not look like workers that refuse connections."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen: list[int] = []
+
+    def serves(_: Path) -> int:
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        return 0
+
+    monkeypatch.setattr(daemon, "serve", serves)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1] - 1), limits[1]))
+    try:
+        assert run("serve").exit_code == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert seen == [limits[1]]
