@@ -35,8 +35,9 @@ def serve(path: Path) -> None:
     from eldrd import daemon
 
     # A stream takes two sockets, and shells allow 1,024 for the sake of programs that use select().
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.exit(daemon.serve(path))
 
 
