@@ -142,3 +142,15 @@ def test_serve_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest.
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert seen == [limits[1]]
+
+
+def test_serve_goes_on_where_it_may_not_raise_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service's sandbox refuses it."""
+
+    def refused(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(daemon, "serve", lambda _: 0)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 65536))
+    monkeypatch.setattr(resource, "setrlimit", refused)
+    assert run("serve").exit_code == 0
