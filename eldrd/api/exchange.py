@@ -69,6 +69,16 @@ class Exchange:
         self._chunked = False
         self._open_ended = False
 
+    def head(self) -> bytes:
+        """The request's head with what is known of it: no Upgrade, and no header that nobody looks at."""
+        lines = [b"%b %b HTTP/1.%d" % (self.method.encode(), self.url, self.http11)]
+        lines += [f"{k}: {v}".encode("utf-8", "surrogateescape") for k, v in self.headers.items()]
+        if not self.keep_alive:
+            lines.append(b"connection: close")
+        elif not self.http11:
+            lines.append(b"connection: keep-alive")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
     # -- a whole answer -----------------------------------------------------------------------------------------------------
 
     def respond(self, answer: Answer) -> None:

@@ -30,6 +30,8 @@ STALLED_S: Final = 60.0
 LINGER_S: Final = 5.0
 # Bytes of a chunk of one byte that are not its contents, and some for a padded size.
 _AROUND: Final = 16
+# Answers in one turn of the loop to a client that pipelines: others wait meanwhile.
+_AT_ONCE: Final = 8
 _VERSIONS: Final = ("1.1", "1.0")
 # Those that eldrd or its workers have a use for; the others are not worth their decoding.
 _LOOKED_AT: Final = {
@@ -51,6 +53,7 @@ class HttpConnection(asyncio.Protocol):
     __slots__ = (
         "_around",
         "_body",
+        "_burst",
         "_deaf",
         "_exchange",
         "_going_on",
@@ -85,6 +88,8 @@ class HttpConnection(asyncio.Protocol):
         self._size = 0
         # Chunk sizes, extensions and trailers of the body.
         self._around = 0
+        # Requests served in this read.
+        self._burst = 0
         self._limit = 0
         # After a request that cannot be read or is refused early nothing more is read, and its sender gets time to leave.
         self._deaf = False
@@ -140,6 +145,7 @@ class HttpConnection(asyncio.Protocol):
             self._next()
 
     def data_received(self, data: bytes) -> None:
+        self._burst = 0
         while data and not self._deaf:
             data = self._feed(data)
 
@@ -179,6 +185,7 @@ class HttpConnection(asyncio.Protocol):
             return
         self._exchange = Exchange(self)
         self._in_head = True
+        self._going_on = False
         self._head_bytes = 0
         self._since = self._server.loop.time()
 
@@ -245,10 +252,7 @@ class HttpConnection(asyncio.Protocol):
             self._body = b""
             self._refuse(exchange)
         elif exchange.failure is None:
-            if not self._body:
-                self._body = body
-                return
-            if type(self._body) is bytes:
+            if self._body and type(self._body) is bytes:
                 # A list of its pieces would take many times the bytes of those that are tiny.
                 self._body = bytearray(self._body)
             self._body += body
@@ -267,8 +271,11 @@ class HttpConnection(asyncio.Protocol):
     def _take(self, exchange: Exchange) -> None:
         """Serve what has come, or let it wait for its turn."""
         if self._task is None and not self.writing_paused and self._queue is None:
-            self._serve(exchange)
-            return
+            self._burst += 1
+            if self._burst <= _AT_ONCE:
+                self._serve(exchange)
+                return
+            self._server.loop.call_soon(self._next)
         if self._queue is None:
             self._queue = collections.deque()
         self._queue.append(exchange)
@@ -313,7 +320,12 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def _next(self) -> None:
+        served = 0
         while self._queue and self._task is None and not self.writing_paused:
+            if served == _AT_ONCE:
+                self._server.loop.call_soon(self._next)
+                return
+            served += 1
             self._serve(self._queue.popleft())
         if self._queue is not None and not self._queue and self._task is None and not self.writing_paused:
             self._queue = None
@@ -341,8 +353,7 @@ class HttpConnection(asyncio.Protocol):
             self._take(exchange)
 
     def _without_upgrade(self, data: bytes, offset: int) -> bytes:
-        """The parser stops at a request to switch protocols: the same head again without that, for a new one, and what
-        follows."""
+        """The parser stops at a request to switch protocols: the head again without that, and what follows."""
         exchange = self._exchange
         self._exchange = None
         if exchange is None:
@@ -351,13 +362,7 @@ class HttpConnection(asyncio.Protocol):
         if exchange.method == "CONNECT":
             self._malformed()
             return b""
-        lines = [b"%b %b HTTP/1.%d" % (exchange.method.encode(), exchange.url, exchange.http11)]
-        lines += [f"{k}: {v}".encode("utf-8", "surrogateescape") for k, v in exchange.headers.items()]
-        if not exchange.keep_alive:
-            lines.append(b"connection: close")
-        elif not exchange.http11:
-            lines.append(b"connection: keep-alive")
-        return b"\r\n".join(lines) + b"\r\n\r\n" + data[offset:]
+        return exchange.head() + data[offset:]
 
     # -- ends ---------------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import struct
 import tracemalloc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -107,6 +107,35 @@ async def test_continue_is_for_http_1_1(stack: Stack) -> None:
     client.writer.write(BODY)
     assert (await client.head()).startswith(b"HTTP/1.1 200 ")
     client.close()
+
+
+# -- many at once -------------------------------------------------------------------------------------------------------
+
+
+async def test_many_small_requests_are_no_long_head(stack: Stack) -> None:
+    """Reads that begin in one head and end in another."""
+    client = await stack.connect()
+    client.writer.write(GET * 20_000)
+    client.writer.write(b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")
+    assert await statuses(client) == [200] * 20_001
+
+
+async def test_a_flood_of_requests_lets_others_in_between(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+    handle = stack.app.handle
+
+    def noted(exchange: Any) -> Any:
+        served.append(exchange.path)
+        return handle(exchange)
+
+    monkeypatch.setattr(stack.app, "handle", noted)
+    flood, other = await stack.connect(), await stack.connect()
+    flood.writer.write(b"GET /ready HTTP/1.1\r\n\r\n" * 2000)
+    other.writer.write(GET)
+    assert (await other.answer())[0] == 200
+    assert served.index("/health") < 1000
+    flood.writer.write(b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")
+    assert await statuses(flood) == [200] * 2001
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
