@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # A prefill that ends soon after its client left is seen through, so that its KV can be given back; one that goes on is
 # ended, which makes vLLM free its blocks.
 GRACE_S: Final = 0.25
+# How long an answer may be on its way.
+_LAST_S: Final = 1.0
 _RELEASE_S: Final = 5.0
 _ANSWER_LIMIT: Final = 1 << 20
 
@@ -90,11 +92,19 @@ class Releaser:
 
     async def _adopt(self, connection: Connection, id_: str, worker: Worker, lease: Lease, snap: Snapshot) -> None:
         try:
-            async with asyncio.timeout(GRACE_S):
-                head = await connection.head(GRACE_S)
-                body = await connection.collect(GRACE_S, vllm.MAX_ANSWER)
-            connection.release()
-            answer = orjson.loads(body) if head.status == 200 else {}
+            try:
+                status, body = await _answer(connection, GRACE_S)
+            except TimeoutError:
+                transport = connection.transport
+                if transport is None or transport.is_closing() or not transport.can_write_eof():
+                    raise
+                # P sees that nobody waits, and an answer that was on its way by then can still be read.
+                transport.write_eof()
+                status, body = await _answer(connection, _LAST_S)
+                connection.abort()
+            else:
+                connection.release()
+            answer = orjson.loads(body) if status == 200 else {}
             params = vllm.transfer_params(answer) if isinstance(answer, dict) else None
             if params is not None:
                 hand_off = self._ledger.open(id_, worker.name, params, monotonic())
@@ -105,3 +115,12 @@ class Releaser:
             if not connection.idle:
                 connection.abort()
             lease.end()
+
+
+async def _answer(connection: Connection, timeout_s: float) -> tuple[int, bytes]:
+    """Status and body of an exchange whose request was sent. Raises TimeoutError or UpstreamError."""
+    # The connection's own limit must not be the first: it would close.
+    limit_s = timeout_s + 1
+    async with asyncio.timeout(timeout_s):
+        head = await connection.head(limit_s)
+        return head.status, await connection.collect(limit_s, vllm.MAX_ANSWER)
