@@ -118,10 +118,15 @@ async def test_o1_one_request_id_twice(stage: Stage, stream: bool) -> None:
 
 async def test_o2_prefill_restarts_between_the_legs(stage: Stage, tmp_path: Path) -> None:
     """Hand-offs of the engine that is gone fail at once and are not tried on others; later ones are served."""
-    await stage.reload(capture={"dir": str(tmp_path / "capture")}, signatures={"wait_ms": 4000})
+    await stage.reload(capture={"dir": str(tmp_path / "capture")}, signatures={"wait_ms": 3000})
     before = [p.engine.ledger.engine_id for p in stage.prefill]
     tasks = [asyncio.create_task(stage.post(ask(20))) for _ in range(4)]
-    await until(lambda: stage.fleet.pinned == 4)
+
+    async def taken() -> bool:
+        """All four answers have come: a prefill that is cut off before would be tried again."""
+        return len((await stage.eldrd.get("/admin/handoffs"))["open"]) == 4
+
+    await stage.eldrd.until(taken)
     for p in stage.prefill:
         await p.stop()
         await p.start()
