@@ -166,7 +166,7 @@ class Stack:
         self.D.stop()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110, nothing tells
                 await asyncio.sleep(0.002)
 
@@ -198,23 +198,23 @@ class Client:
         self.send(orjson.dumps(body), *fields, version=version)
 
     async def head(self) -> bytes:
-        return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)
+        return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)
 
     async def answer(self) -> tuple[int, bytes, bytes]:
         """Status, head and raw body of one whole answer."""
         head = await self.head()
         lower = head.lower()
         if b"transfer-encoding: chunked" in lower:
-            body = await asyncio.wait_for(self.reader.readuntil(b"0\r\n\r\n"), 5)
+            body = await asyncio.wait_for(self.reader.readuntil(b"0\r\n\r\n"), 30)
         elif b"content-length:" in lower:
             length = int(lower.split(b"content-length:")[1].split(b"\r\n")[0])
-            body = await asyncio.wait_for(self.reader.readexactly(length), 5)
+            body = await asyncio.wait_for(self.reader.readexactly(length), 30)
         else:
             body = await self.rest()
         return int(head.split()[1]), head, body
 
     async def rest(self) -> bytes:
-        return await asyncio.wait_for(self.reader.read(), 5)
+        return await asyncio.wait_for(self.reader.read(), 30)
 
     def close(self) -> None:
         self.writer.transport.abort()

@@ -43,7 +43,7 @@ async def test_events_as_they_come(stack: Stack, n: int, option: bytes) -> None:
     assert b"content-length" not in head
     assert b"connection: close" in head
     assert b"x-accel-buffering: no" in head
-    first = await asyncio.wait_for(client.reader.readuntil(b"\n\n"), 5)
+    first = await asyncio.wait_for(client.reader.readuntil(b"\n\n"), 30)
     gate.set()
     got = first + await client.rest()
     assert got.endswith(b"\n\ndata: [DONE]\n\n")

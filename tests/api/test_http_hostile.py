@@ -208,7 +208,7 @@ async def test_refused_client_sees_the_end_at_once(stack: Stack) -> None:
     client = await stack.connect()
     client.writer.write(b"what\r\n\r\n")
     assert (await client.answer())[0] == 400
-    assert await asyncio.wait_for(client.reader.read(), 1) == b""
+    assert await asyncio.wait_for(client.reader.read(), http.LINGER_S - 1) == b""
     client.writer.write(b"x" * 1_000_000)
     await client.writer.drain()
     client.close()
