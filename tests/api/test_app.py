@@ -246,7 +246,7 @@ async def test_finished_at_prefill(stack: Stack) -> None:
 
 async def test_gone_while_prefill_runs(stack: Stack, lines: list[Any]) -> None:
     async def slow(exchange: Exchange) -> None:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(10)
         await exchange.json(stack.prefilled)
 
     stack.P.script = slow
