@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,22 @@ async def test_a_hand_off_is_given_back_by_a_request_that_d_refuses(stack: Stack
     print(f"kv_cache_usage_perc {pinned:.3f} -> 0 in {took:.2f} s")
 
 
+async def meet(stack: Stack) -> None:
+    """Every decode server has read from P: one that has not needs its NIXL handshake, and real work after that, before it
+    passes a release on."""
+
+    async def decoded() -> list[float]:
+        return [
+            await stack.eldrd.metric("eldrd_routed_total", role="decode", worker=d.name) for d in stack.fleet.decode
+        ]
+
+    before = await decoded()
+    async with stack.client(stack.eldrd.url) as client:
+        while any(now == then for now, then in zip(await decoded(), before, strict=True)):
+            ids = checks.prompt(stack, 70, random.getrandbits(30))
+            await checks.generate(client, stack.model, ids, chat=False, stream=False, tokens=8)
+
+
 @pytest.mark.parametrize("after_s", [0.02, 0.15, 0.5])
 async def test_a_client_that_leaves_frees_both_engines(stack: Stack, after_s: float) -> None:
     """During prefill, at its end, in the stream: nothing is generated to its end, nothing stays pinned on P. How long that
@@ -110,6 +127,7 @@ async def test_a_client_that_leaves_frees_both_engines(stack: Stack, after_s: fl
     async def generated() -> float:
         return sum([await gauge(d, "generation_tokens_total") for d in stack.fleet.decode])
 
+    await meet(stack)
     before = await generated()
     ids = checks.prompt(stack, 3000, int(after_s * 1000))
     body = {"model": stack.model, "prompt": ids, "max_tokens": 900, "stream": True, "ignore_eos": True}
