@@ -15,7 +15,8 @@ Role = Literal["prefill", "decode"]
 
 class Worker:
     """role, name, url: who it is; label: the name as a header has it. up: the last probe's answer. cards: its /v1/models
-    entries. opened: how often its breaker opened. A worker is usable while it is up and its breaker is closed."""
+    entries. opened: how often its breaker opened. met: the prefill engines whose KV it has read, since it was last down.
+    A worker is usable while it is up and its breaker is closed."""
 
     def __init__(self, table: LoadTable, role: Role, name: str, url: str, connect_timeout_s: float) -> None:
         self.role: Role = role
@@ -27,6 +28,7 @@ class Worker:
         self.up = False
         self._cards: tuple[dict[str, Any], ...] = ()
         self.opened = 0
+        self.met: set[str] = set()
         self._table = table
         self._probe_failures = 0
         self._failures = 0
@@ -59,6 +61,7 @@ class Worker:
             self._probe_failures += 1
             if self._probe_failures >= failures:
                 self.up = False
+                self.met.clear()
                 self.pool.close_idle()
         if self._open_until and time.monotonic() >= self._open_until:
             self._open_until = 0.0

@@ -72,6 +72,7 @@ async def decode(way: Way, hand_off: HandOff) -> Answer:
                 raise PrefillAgainError
             if head.status == 200:
                 hand_off.end("consumed")
+                worker.met.add(hand_off.engine)
             elif head.status < 500:
                 # D refused the request before its engine saw it: nobody reads the blocks.
                 way.life.releaser.release(hand_off, way.snap)

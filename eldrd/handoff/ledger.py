@@ -29,6 +29,12 @@ class HandOff:
         self.releasing = False
         self.outcome: Outcome | None = None
 
+    @property
+    def engine(self) -> str:
+        """The id of the engine that holds the blocks, another one after each restart; empty where none is given."""
+        engine = self.params.get("remote_engine_id")
+        return engine if type(engine) is str else ""
+
     def end(self, outcome: Outcome) -> None:
         """The first outcome given counts; later ones change nothing."""
         if self.outcome is None:

@@ -12,6 +12,7 @@ import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import orjson
 
 from eldrd.fleet import vllm
@@ -73,7 +74,10 @@ class Releaser:
     async def _release(self, hand_off: HandOff, snap: Snapshot) -> None:
         connection: Connection | None = None
         try:
-            row = self._least_loaded.choose(snap.decode.in_flight(), snap.decode.usable(), None).worker
+            usable = snap.decode.usable()
+            # One that has never read from that engine passes the release on with its next real work only.
+            met = usable & np.array([hand_off.engine in w.met for w in snap.decode.workers])
+            row = self._least_loaded.choose(snap.decode.in_flight(), met if met.any() else usable, None).worker
             pool = snap.decode.workers[row].pool
             connection = await pool.get()
             body = vllm.release_body(hand_off.params)

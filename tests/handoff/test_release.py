@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import orjson
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
-PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1, 2]}
+PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_engine_id": "e7"}
 ANSWER = orjson.dumps({"choices": [{"text": "a", "finish_reason": "length"}], vllm.TRANSFER: PARAMS})
 REFUSAL = b'{"error":{"message":"no such model","code":404}}'
 
@@ -41,21 +42,24 @@ class Case:
     def __init__(self) -> None:
         self.ended: list[Outcome] = []
         self.released: list[dict[str, object]] = []
+        self.asked: list[str] = []
         self.prefill: Answering
         self.seen = asyncio.Event()
 
     async def start(self) -> None:
-        self.servers = [await asyncio.start_server(s, "127.0.0.1", 0) for s in (self._prefill, self._decode)]
+        scripts = (self._prefill, self._decode, self._decode)
+        self.servers = [await asyncio.start_server(s, "127.0.0.1", 0) for s in scripts]
         self.table = table = LoadTable()
         urls = [f"http://127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in self.servers]
-        roles = (("prefill", "p0"), ("decode", "d0"))
-        self.p0, self.d0 = (Worker(table, r, n, u, 1.0) for (r, n), u in zip(roles, urls, strict=True))  # type: ignore[arg-type]
-        for worker in (self.p0, self.d0):
+        roles = (("prefill", "p0"), ("decode", "d0"), ("decode", "d1"))
+        self.p0, self.d0, self.d1 = (Worker(table, r, n, u, 1.0) for (r, n), u in zip(roles, urls, strict=True))  # type: ignore[arg-type]
+        for worker in (self.p0, self.d0, self.d1):
             worker.probed(True, 1)
-        one = {"workers": [{"name": "p0", "url": urls[0]}]}, {"workers": [{"name": "d0", "url": urls[1]}]}
-        pools = Pool(table, (self.p0,)), Pool(table, (self.d0,))
+        workers = [{"name": name, "url": url} for (_, name), url in zip(roles, urls, strict=True)]
+        settings = Settings(prefill={"workers": workers[:1]}, decode={"workers": workers[1:]})
+        pools = Pool(table, (self.p0,)), Pool(table, (self.d0, self.d1))
         load = ShortestQueue()
-        self.snap = Snapshot(1, Settings(prefill=one[0], decode=one[1]), *pools, ByLoad(load), load, None)
+        self.snap = Snapshot(1, settings, *pools, ByLoad(load), load, None)
         self.ledger = Ledger(self.ended.append)
         self.releaser = Releaser(self.ledger)
 
@@ -65,11 +69,13 @@ class Case:
         writer.close()
 
     async def _decode(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        self.released.append(orjson.loads(await reader.readexactly(length)))
-        writer.write(whole(404, REFUSAL))
-        await reader.read()
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                self.asked.append(head.split(b"host: ")[1].split(b"\r\n")[0].decode())
+                length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+                self.released.append(orjson.loads(await reader.readexactly(length)))
+                writer.write(whole(404, REFUSAL))
         writer.close()
 
     async def leave(self) -> None:
@@ -91,6 +97,7 @@ async def case() -> AsyncIterator[Case]:
     yield c
     c.p0.pool.close()
     c.d0.pool.close()
+    c.d1.pool.close()
     for server in c.servers:
         server.close()
 
@@ -143,3 +150,20 @@ async def test_an_answer_on_its_way_when_the_prefill_is_ended_is_given_back(
     assert [r[vllm.TRANSFER] for r in case.released] == [PARAMS]
     assert case.p0.pool.pop() is None
     assert case.table.cells[case.p0.slot] == 0
+
+
+async def test_a_decode_server_that_knows_the_engine_is_preferred(case: Case) -> None:
+    """Another one would have to shake hands first; where none knows it, any may try."""
+    for met, asked in ((case.d1, case.d1), (case.d1, case.d1), (case.d0, case.d0), (None, None)):
+        for worker in (case.d0, case.d1):
+            worker.met = {"e7"} if worker is met else {"e6"}
+        hand_off = case.ledger.open("r0", "p0", PARAMS, 0.0)
+        case.releaser.release(hand_off, case.snap)
+        await case.releaser.close(30)
+        assert hand_off.outcome == "released"
+        if asked is not None:
+            assert case.asked[-1] == asked.pool.netloc.decode()
+    assert len(case.asked) == 4
+    case.d1.met = {"e7"}
+    case.d1.probed(False, 1)
+    assert case.d1.met == set()
