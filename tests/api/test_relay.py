@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Exchange, Stack
+    from conftest import Exchange, Script, Stack
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAMED = b"9\r\ndata: a\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -137,15 +137,18 @@ async def test_error_event_in_pieces_is_an_error(stack: Stack, cut: int) -> None
 # -- losses -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [b"9\r\ndat", b"9"])
-async def test_worker_lost_before_its_first_event(stack: Stack, piece: bytes) -> None:
-    """Nothing has been written yet: the client gets a status."""
-
+def _dies_after(piece: bytes) -> Script:
     async def dies(exchange: Exchange) -> None:
         await exchange.write(CHUNKED, piece, pause_s=0.02)
         exchange.writer.transport.abort()
 
-    stack.D.script = dies
+    return dies
+
+
+@pytest.mark.parametrize("piece", [b"9\r\ndat", b"9"])
+async def test_worker_lost_before_its_first_event(stack: Stack, piece: bytes) -> None:
+    """Nothing has been written yet: the client gets a status."""
+    stack.D.script = _dies_after(piece)
     client = await stack.connect()
     client.ask()
     status, _, body = await client.answer()
@@ -155,11 +158,7 @@ async def test_worker_lost_before_its_first_event(stack: Stack, piece: bytes) ->
 
 @pytest.mark.parametrize("piece", [b"9\r\ndata: a\n\n\r\n", b"9\r\ndata: a", b'4d\r\ndata: {"id"'])
 async def test_worker_lost_in_a_stream(stack: Stack, piece: bytes) -> None:
-    async def dies(exchange: Exchange) -> None:
-        await exchange.write(CHUNKED, piece, pause_s=0.02)
-        exchange.writer.transport.abort()
-
-    stack.D.script = dies
+    stack.D.script = _dies_after(piece)
     client = await stack.connect()
     client.ask()
     await client.head()
