@@ -105,7 +105,6 @@ class Releaser:
                 # P sees that nobody waits, and an answer that was on its way by then can still be read.
                 transport.write_eof()
                 status, body = await _answer(connection, _LAST_S)
-                connection.abort()
             else:
                 connection.release()
             answer = orjson.loads(body) if status == 200 else {}
